@@ -30,6 +30,12 @@ class DeviceStamp:
     def __init__(self, words: memoryview, at: int) -> None:
         self._words, self._at = words, at
 
+    @property
+    def ns(self) -> int:
+        """The device's time; 0: it was not written."""
+        ns: int = self._words[self._at]
+        return ns
+
     def ns_since(self, earlier: DeviceStamp) -> int | None:
         """Device time since a stamp that was written; None: this one was not."""
         ns: int = self._words[self._at]

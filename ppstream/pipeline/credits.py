@@ -8,17 +8,34 @@ may not go on is told so and waits elsewhere.
 from __future__ import annotations
 
 import threading
+from enum import IntEnum
 from typing import TYPE_CHECKING, Final
 
 from ppstream.core.errors import ProtocolError
 from ppstream.observe.statistics import CreditStatistics
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from ppstream.observe.log_writer import EnvelopeRecord
 
 DECODING_MAX: Final = 1  # stage C is serial
 
 NO_LEAD: Final = 1 << 62
+
+
+class QueueTransition(IntEnum):
+    """Kinds of queue transitions; of two at one instant, the one that makes room goes first."""
+
+    EMIT = 0
+    DECODE = 1
+    RECEIVE = 2
+    COMMIT = 3
+
+
+_DECODE, _RECEIVE, _COMMIT = map(  # compared without a look-up
+    int, (QueueTransition.DECODE, QueueTransition.RECEIVE, QueueTransition.COMMIT)
+)
 
 
 class CreditLedger:
@@ -94,6 +111,27 @@ class CreditLedger:
             self._decoding.fall(now_ns)
             self._emitted += 1
 
+    def apply(self, moves: Iterable[tuple[int, int]]) -> None:
+        """Apply moves that others made, oldest first: an instant, and a ``QueueTransition``.
+
+        Raises:
+            ProtocolError: as the method of that move; those before it are applied.
+        """
+        outstanding, q_decode = self._outstanding, self._q_decode
+        with self._lock:
+            for at_ns, move in moves:
+                if move == _COMMIT:
+                    outstanding.rise(at_ns)
+                    self._committed += 1
+                elif move == _RECEIVE:
+                    outstanding.pass_on(q_decode, at_ns)
+                    self._received += 1
+                elif move == _DECODE:
+                    q_decode.pass_on(self._decoding, at_ns)
+                else:
+                    self._decoding.fall(at_ns)
+                    self._emitted += 1
+
     @property
     def outstanding(self) -> int:
         """Committed and not yet received back."""
@@ -120,15 +158,25 @@ class CreditLedger:
         with self._lock:
             return self._q_decode.integral_ns(now_ns)
 
+    def end(self, record: EnvelopeRecord, now_ns: int) -> None:
+        """``emit``, then ``write_counts``, as one. Raises as ``emit``."""
+        with self._lock:
+            self._decoding.fall(now_ns)
+            self._emitted += 1
+            self._write_counts(record, now_ns)
+
     def write_counts(self, record: EnvelopeRecord, now_ns: int) -> None:
         """Write the counts of ``now_ns`` into a record, with the maxima since the last one."""
         with self._lock:
-            record.outstanding, record.outstanding_max, record.outstanding_ns_total = (
-                self._outstanding.drain(now_ns)
-            )
-            record.q_decode, record.q_decode_max, record.q_decode_ns_total = self._q_decode.drain(
-                now_ns
-            )
+            self._write_counts(record, now_ns)
+
+    def _write_counts(self, record: EnvelopeRecord, now_ns: int) -> None:
+        record.outstanding, record.outstanding_max, record.outstanding_ns_total = (
+            self._outstanding.drain(now_ns)
+        )
+        record.q_decode, record.q_decode_max, record.q_decode_ns_total = self._q_decode.drain(
+            now_ns
+        )
 
     def statistics(self) -> CreditStatistics:
         """All counts of one moment."""
@@ -175,9 +223,17 @@ class _Level:
 
     def pass_on(self, to: _Level, now_ns: int) -> None:
         """One leaves here and is counted there; neither when either refuses."""
-        if self.count:  # else the fall raises
-            to.rise(now_ns)
-        self.fall(now_ns)
+        count = to.count + 1
+        if self.count < 1:
+            self.fall(now_ns)  # raises
+        if count > to._bound:
+            to.rise(now_ns)  # raises
+        to._weight_ns -= now_ns
+        to.count = count
+        if count > to._highest:
+            to._highest = count
+        self._weight_ns += now_ns
+        self.count -= 1
 
     def integral_ns(self, now_ns: int) -> int:
         return self._weight_ns + self.count * now_ns

@@ -57,7 +57,7 @@ def record_rank0_times(
     record.eA_ns, record.eC_ns = a1_ns - a0_ns, c1_ns - c0_ns
     free_ns = a0_ns if before is None else before.a1
     gap_ns = max(0, a0_ns - free_ns)
-    for_credit_ns = _clamp(credit_ns - free_ns, gap_ns)
+    for_credit_ns = min(max(0, credit_ns - free_ns), gap_ns)
     for_input_ns = 0
     if waits_for_input:
         late_ns = queued_ns - max(free_ns, credit_ns)

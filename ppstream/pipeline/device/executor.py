@@ -18,13 +18,17 @@ driver's queue full: ``device_link.run_ahead`` bounds by nodes what stands queue
 millisecond or more, as with parts of the policy at its end, or of many nodes, is queued once its
 credit was seen, behind at most one that runs: the host goes on to emit results meanwhile.
 
-The loop finishes envelopes in order once their last event is done: records stamps, decodes, emits.
+The loop finishes envelopes in order once their last event is done: it decodes, checks and emits
+one, counts it, and accounts later for several at once: stamps, waits, ledger, line. It does so
+before a phase, an epoch or a run ends, before it sleeps with nothing under way, and each
+``POLL_LATEST_NS``: code that has run a moment ago costs a fraction of what it costs behind a pause.
 ``tEmit`` is the end of C on the device, ``tPick`` the moment at which the host takes the envelope
 up: latency is counted to there, the age of what it emits to the true emit.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
@@ -37,7 +41,7 @@ from ppstream.links.headers import FAILED, FAILURES
 from ppstream.links.slots import GENERATION, INDEX
 from ppstream.observe.log_writer import EnvelopeRecord
 from ppstream.pipeline.device.event_times import Rank0Times, record_rank0_times
-from ppstream.pipeline.device.in_flight import InFlight
+from ppstream.pipeline.device.in_flight import UNSETTLED_MAX, InFlight
 from ppstream.pipeline.device.rank0_queue import Queueing
 from ppstream.pipeline.device.rank0_stamped import StampedQueueing
 from ppstream.pipeline.flight import Flight
@@ -49,14 +53,15 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from ppstream.links.slots import Slot
-    from ppstream.pipeline.device.in_flight import Mark
+    from ppstream.pipeline.device.in_flight import Mark, Queued
     from ppstream.pipeline.device.rank0_queue import Rank0Device
     from ppstream.pipeline.device.stage_a import DeviceStageA
     from ppstream.pipeline.loop import Rank0Loop
     from ppstream.pipeline.policy_rank_peer import PolicyRankPeer
 
 POLL_LATEST_NS: Final = 5 * NS_PER_MS  # at the latest; sooner when something comes or falls due
-POLL_NS: Final = 20_000  # an envelope that is late is polled for so often
+POLL_NS: Final = 20_000  # an envelope that is late is polled for so often,
+POLL_SHARE: Final = 8  # or in shares of its lateness, if these are longer
 SPARE_NS: Final = 5_000  # after it should be done: a poll in vain costs more than that
 GLANCE_NS: Final = 200_000  # descriptors are polled so often while envelopes leave no rest
 NOW: Final = 0
@@ -74,7 +79,9 @@ class DeviceExecutor:
         self._most_underway = 0  # of this phase
         self._waits_for_input = False
         self._before: Rank0Times | None = None
-        self._times: Rank0Times  # of the envelope that is being finished
+        self._owed: deque[Flight] = deque()  # have ended, and are not accounted for
+        self._newest: Queued  # that was finished
+        self._c_ns = 0  # it took from its receipt to its end
         self._poll_due_ns = 0  # when at the latest
         self._glance_ns = 0  # when at the latest while envelopes leave no rest
         self._is_launching = False
@@ -97,6 +104,8 @@ class DeviceExecutor:
         marks = self._queueing.marks
         self._underway = InFlight(loop.credits, parts.clock, marks, a_spins=a_spins)
         self._results = Results(drawn_for(loop.log.run_id))
+        self._tells_provenance = loop.config.actions.provenance
+        loop.book = self._book
         loop.mark.busy_with = self._at
         loop.log.queues_ahead = True
         loop.on_phase.append(self._on_phase)
@@ -117,7 +126,10 @@ class DeviceExecutor:
         """As ``Executor``."""
         self._before = None
         self._poll()
-        yield
+        try:
+            yield
+        finally:
+            self._account()
         is_judged = self._loop.phase == "bring-up" and self._loop.log.mode == "throughput"
         if is_judged:  # what the policy rank knows of these envelopes has to be in its file
             for policy_rank in self.policy_ranks:
@@ -173,20 +185,14 @@ class DeviceExecutor:
         if not self._underway.is_oldest_done():
             return None
         picked_ns = now_ns()
-        one = self._underway.finish()
+        self._newest = one = self._underway.finish()
+        self._c_ns = one.passed.c1 - one.passed.received
         if self._underway:
-            self._underway.oldest.sent_ns = now_ns()  # for the watchdog: its turn begins
-        flight, times = one.flight, one.times
-        record_rank0_times(
-            flight.record,
-            times,
-            self._before,
-            one.credit_ns,
-            one.queued_ns,
-            waits_for_input=self._waits_for_input,
-        )
-        self._before = self._times = times
+            self._underway.oldest.sent_ns = picked_ns  # for the watchdog: its turn begins
+        flight = one.flight
         flight.record.tPick = picked_ns
+        if self._tells_provenance:  # of its times
+            self._settle()
         self._a.settle(flight)
         return flight
 
@@ -199,8 +205,40 @@ class DeviceExecutor:
         return result, drop
 
     def settle(self, flight: Flight, drop: str | None) -> int:
-        """As ``Executor``: the device has stamped it."""
-        return self._times.c1
+        """As ``Executor``: the device has stamped it; the rest is accounted for later."""
+        return self._newest.passed.c1
+
+    def _book(self, flight: Flight, at_ns: int) -> None:
+        """As ``Rank0.book``, for several at once."""
+        self._owed.append(flight)
+        if self._tells_provenance or len(self._owed) >= UNSETTLED_MAX:
+            self._account()
+
+    def _account(self) -> None:
+        """Account for all that have ended."""
+        owed, ledger, commit = self._owed, self._loop.credits, self._loop.log.commit
+        while owed:
+            record = owed.popleft().record
+            if not self._tells_provenance:
+                self._settle()
+            assert self._before is not None, "it was settled"
+            end_ns = self._before.c1
+            if record.drop is None:
+                record.tEmit = end_ns
+            ledger.end(record, end_ns)
+            commit(record)
+
+    def _settle(self) -> None:
+        one, times = self._underway.settle()
+        record_rank0_times(
+            one.flight.record,
+            times,
+            self._before,
+            one.credit_ns,
+            one.queued_ns,
+            waits_for_input=self._waits_for_input,
+        )
+        self._before = times
 
     def _unwritten(self, flight: Flight, result: Slot) -> str | None:
         """Returns why the policy's outputs may not be used, or None: it wrote them all."""
@@ -227,22 +265,30 @@ class DeviceExecutor:
         if worked:
             if self._loop.is_cut_due or now_ns() >= self._glance_ns:
                 self._rest_until(NOW)
-        elif self._loop.log.on_idle is not None and not self._underway:
-            self._loop.log.run_when_idle()
+        elif self._underway:
+            self._rest_until_done()
         else:
-            self._rest_until(self._next_ns())
+            self._account()
+            if self._loop.log.on_idle is not None:
+                self._loop.log.run_when_idle()
+            else:
+                self._rest_until(self._due_ns(now_ns() + WAIT_MAX_NS))
 
-    def _next_ns(self) -> int:
-        """When something can be there again: the oldest envelope, or what falls due by the clock.
+    def _rest_until_done(self) -> None:
+        """Until the oldest envelope should be, or is, or anything else happens.
 
-        The end of an event has no descriptor. An envelope that is late is polled for often.
+        The end of an event has no descriptor. An envelope that is late is polled for: often, and
+        less often the later it is.
         """
-        if self._underway:
-            due_ns = self._underway.oldest_due_ns() + SPARE_NS
-            if not self._ahead and self._before is not None:  # its credit is seen by the host
-                due_ns -= self._before.c1 - self._before.received
-            return max(now_ns() + POLL_NS, min(self._poll_due_ns, due_ns))
-        return self._due_ns(now_ns() + WAIT_MAX_NS)
+        due_ns = self._underway.oldest_due_ns() + SPARE_NS
+        if not self._ahead:  # its credit is seen by the host
+            due_ns -= self._c_ns
+        until_ns = due_ns
+        while True:
+            until_ns = max(now_ns() + POLL_NS, min(self._poll_due_ns, until_ns))
+            if self._rest_until(until_ns) or not self._ahead or self._underway.is_oldest_done():
+                return
+            until_ns += (until_ns - due_ns) // POLL_SHARE
 
     def _wants_more(self) -> bool:
         return self._loop.may_begin() and self.has_room()
@@ -253,16 +299,22 @@ class DeviceExecutor:
         pacing_ns = self._loop.pacing.due_ns() if self._wants_more() else None
         return min(latest_ns, source_ns or latest_ns, pacing_ns or latest_ns)
 
-    def _rest_until(self, until_ns: int) -> None:
-        """Sleep, unless that is past; then look if anything came, woke this thread, or is due."""
+    def _rest_until(self, until_ns: int) -> bool:
+        """Sleep, unless that is past; then look if anything came, woke this thread, or is due.
+
+        Returns True if something did or was.
+        """
         ready = self._loop.waiter.wait(until_ns - now_ns())
         now = now_ns()
         # some frames are told of by a wake alone, which may come to a wait that is over at once
-        if ready or self._loop.waiter.woken or self._loop.is_cut_due:
+        has_come = bool(ready) or self._loop.waiter.woken or self._loop.is_cut_due
+        is_due = now >= self._poll_due_ns
+        if has_come:
             self._poll()
-        elif now >= self._poll_due_ns:
+        elif is_due:
             self._poll_by_clock()
         self._glance_ns = min(now + GLANCE_NS, self._poll_due_ns)
+        return has_come or is_due
 
     def _poll(self) -> None:
         for policy_rank in self.policy_ranks:
@@ -271,10 +323,13 @@ class DeviceExecutor:
 
     def _poll_by_clock(self) -> None:
         """Look at everything but descriptors: a wait that ran out found none readable."""
+        if self._loop.is_cut_due:  # it tells of the ledger
+            self._account()
         self._loop.drain_inputs()
         self._loop.tidy()
         now = now_ns()
         self._a.ingest(now)
+        self._account()
         oldest = self._underway.oldest if self._underway else None
         for policy_rank in self.policy_ranks:
             while policy_rank.peer.inbox:

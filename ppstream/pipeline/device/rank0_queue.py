@@ -85,7 +85,7 @@ class Queueing:
     """
 
     def __init__(self, parts: Rank0Device, stage_a: DeviceStageA, *, is_fresh: bool) -> None:
-        events = [EventMarks(*(CudaEvent() for _ in Marks._fields)) for _ in parts.link.out]
+        events = [EventMarks(*(CudaEvent() for _ in EventMarks._fields)) for _ in parts.link.out]
         self.marks = [Marks(*each) for each in events]
         self._link = parts.link
         self._stage_a = stage_a

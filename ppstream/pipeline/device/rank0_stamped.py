@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 
-from ppstream.cuda.device_stamps import SlotWords
+from ppstream.cuda.device_stamps import DeviceStamp, SlotWords
 from ppstream.cuda.driver import WRAP, LaunchSequence
 from ppstream.cuda.linear_graph import LinearGraph
 from ppstream.links.device_counters import HEADER_WORDS
@@ -59,6 +59,27 @@ class _Kernels(NamedTuple):
     take: Launch
 
 
+class StampMarks(Marks):
+    """As ``Marks``, of a slot's stamps."""
+
+    words: memoryview  # the four of the slot
+
+    @classmethod
+    def of(cls, slots: SlotWords, number: int) -> StampMarks:
+        a0, a1, c0, c1 = (slots.stamp(number, at) for at in range(_STAMPS))
+        # nothing is sent by a copy that takes the credit, and a result is received where C begins
+        marks = cls(a0, a1, a1, c0, c0, c1)
+        begin = number * slots.width
+        marks.words = slots.words[begin : begin + _STAMPS]
+        return marks
+
+    def ns_since(self, earlier: DeviceStamp) -> Sequence[int]:
+        """As ``Marks``."""
+        base_ns = earlier.ns
+        a0, a1, c0, c1 = self.words
+        return a0 - base_ns, a1 - base_ns, c0 - base_ns, c0 - base_ns, c1 - base_ns
+
+
 class StampedQueueing:
     """As ``Queueing``, over a link whose kernels stamp; A takes the credit.
 
@@ -86,18 +107,7 @@ class StampedQueueing:
         self._wholes: list[Callable[[], None]] = []  # of each slot; empty: stage A is calls
         self._work_parts = parts.work_a.parts()
         self._made_for: Intake | None = None
-        stamp = self._slots.stamp
-        self.marks = [
-            Marks(
-                a0=stamp(number, _A0),
-                a1=stamp(number, _A1),
-                sent=stamp(number, _A1),  # of a copy that takes the credit, which none does here
-                received=stamp(number, _C0),
-                c0=stamp(number, _C0),
-                c1=stamp(number, _C1),
-            )
-            for number in range(slots)
-        ]
+        self.marks = [StampMarks.of(self._slots, number) for number in range(slots)]
 
     def _of(self, number: int, result: Slot) -> _Kernels:
         link, a, stamped = self._link, self._a, self._link.stamped
