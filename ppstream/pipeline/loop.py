@@ -114,8 +114,8 @@ class Rank0Loop(Rank0):
         self._start_limit = None if envelopes is None else self.started + envelopes
         with executor.running():
             executor.wait(worked=True)
-            while self.may_begin() or executor.in_flight:
-                if begins := self.may_start():
+            while (is_wanted := self.may_begin()) or executor.in_flight:
+                if begins := is_wanted and executor.has_room() and self.pacing.due(now_ns()):
                     self.start()  # send first,
                 if (flight := executor.finished()) is not None:
                     self.finish(flight)  # then decode

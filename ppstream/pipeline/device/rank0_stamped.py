@@ -45,6 +45,7 @@ _STAMPS: Final = 4
 _WAIT: Final = _STAMPS  # counts of the credit and of the place
 _TAKE: Final = _WAIT + 2  # the copies' count
 _SEND: Final = _TAKE + 1  # the slots' count, then the header
+_NO_STAMPS: Final = (0,) * _STAMPS
 _WIDTH: Final = -(-(_SEND + 1 + HEADER_WORDS) // 8) * 8
 
 
@@ -209,24 +210,25 @@ class StampedQueueing:
         self, kernels: _Kernels, flight: Flight, ends_ns: Sequence[int | None]
     ) -> None:
         """Stage A and its sending, as one graph; what it is made of cannot fail while queued."""
-        whole = self._wholes[flight.index % len(self._wholes)]
-        self._write_counts(flight.index)
-        self._write_message(flight)
-        self._stage_a.enqueue(flight, kernels.envelope, ends_ns, whole)
+        index, link = flight.index, self._link
+        number = index % len(self._wholes)
+        message = link.message_of(index, (flight.epoch, flight.seq, 0))
+        self._slots.write(number, 0, *_NO_STAMPS, *self._counts(index), self._taken_count, *message)
+        self._stage_a.enqueue(flight, kernels.envelope, ends_ns, self._wholes[number])
 
     def _write_counts(self, index: int) -> None:
         """Clear the slot's stamps, and write the words that its wait reads."""
-        begin = index % len(self._kernels) * _WIDTH
-        words = self._slots.words
-        words[begin + _A0] = words[begin + _A1] = words[begin + _C0] = words[begin + _C1] = 0
-        words[begin + _WAIT] = self._link.count_of(index - self._d_in)
-        words[begin + _WAIT + 1] = (index - self._d_in - self._d_out + 1) % WRAP
+        number = index % len(self._kernels)
+        self._slots.write(number, 0, *_NO_STAMPS, *self._counts(index))
+
+    def _counts(self, index: int) -> tuple[int, int]:
+        """Of its credit, and of the place among the results."""
+        giver = index - self._d_in
+        return self._link.count_of(giver), (giver - self._d_out + 1) % WRAP
 
     def _write_message(self, flight: Flight) -> None:
         """Write the words that the slot's sending and the copy of its result read."""
         status = EnvelopeStatus(epoch=flight.epoch, seq=flight.seq, failed=flight.failed)
-        begin = flight.index % len(self._kernels) * _WIDTH
-        words = self._slots.words
-        words[begin + _TAKE] = self._taken_count
-        for at, word in enumerate(self._link.message_of(flight.index, status), begin + _SEND):
-            words[at] = word
+        message = self._link.message_of(flight.index, status)
+        number = flight.index % len(self._kernels)
+        self._slots.write(number, _TAKE, self._taken_count, *message)
