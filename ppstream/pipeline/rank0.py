@@ -239,7 +239,8 @@ class Rank0:
 
     def _book(self, flight: Flight, at_ns: int) -> None:
         record = flight.record
-        self.credits.end(record, at_ns)
+        self.credits.emit(at_ns)
+        self.credits.write_counts(record, at_ns)
         record.w_emit_ns = 0  # an emitter never blocks
         self.log.commit(record)
 

@@ -108,7 +108,7 @@ class StageC:
         self._simulated.spend()
         decoded = []
         for row, owner in enumerate(flight.owners):
-            if not owner.present or self._has_answer(row, owner):
+            if not owner.present or (self._skips_answered and self._has_answer(row, owner)):
                 continue
             self._clipped_of[row] = 0
             self._broken[row] = self._run_decoder(row, flight, result) or self._enforce(row)

@@ -80,8 +80,7 @@ class DeviceExecutor:
         self._waits_for_input = False
         self._before: Rank0Times | None = None
         self._owed: deque[Flight] = deque()  # have ended, and are not accounted for
-        self._newest: Queued  # that was finished
-        self._c_ns = 0  # it took from its receipt to its end
+        self._newest: Queued | None = None  # that was finished
         self._poll_due_ns = 0  # when at the latest
         self._glance_ns = 0  # when at the latest while envelopes leave no rest
         self._is_launching = False
@@ -185,10 +184,7 @@ class DeviceExecutor:
         if not self._underway.is_oldest_done():
             return None
         picked_ns = now_ns()
-        self._newest = one = self._underway.finish()
-        self._c_ns = one.passed.c1 - one.passed.received
-        if self._underway:
-            self._underway.oldest.sent_ns = picked_ns  # for the watchdog: its turn begins
+        self._newest = one = self._underway.finish(picked_ns)
         flight = one.flight
         flight.record.tPick = picked_ns
         if self._tells_provenance:  # of its times
@@ -199,13 +195,20 @@ class DeviceExecutor:
     def result(self, flight: Flight) -> tuple[Slot, str | None]:
         """As ``Executor``."""
         result = self._queueing.result(flight.index)
-        drop = self._read_header(flight, result.header.tolist())
-        if drop is None and flight.epoch == self._loop.epoch:
+        header, generation = result.header.tolist(), self._parts.shape.generation
+        if header[INDEX] != flight.index or header[GENERATION] != generation:
+            raise ProtocolError(
+                f"slot of result {flight.index} (generation {generation}) holds {header[INDEX]} "
+                f"(generation {header[GENERATION]})"
+            )
+        drop = FAILURES[flight.failed or header[FAILED]]  # why the policy gave no actions
+        if drop is None and flight.epoch == self._loop.epoch and self._results.finds(result):
             drop = self._unwritten(flight, result)
         return result, drop
 
     def settle(self, flight: Flight, drop: str | None) -> int:
         """As ``Executor``: the device has stamped it; the rest is accounted for later."""
+        assert self._newest is not None, "none was finished"
         return self._newest.passed.c1
 
     def _book(self, flight: Flight, at_ns: int) -> None:
@@ -216,7 +219,8 @@ class DeviceExecutor:
 
     def _account(self) -> None:
         """Account for all that have ended."""
-        owed, ledger, commit = self._owed, self._loop.credits, self._loop.log.commit
+        owed, commit = self._owed, self._loop.log.commit
+        write_counts = self._loop.credits.write_counts
         while owed:
             record = owed.popleft().record
             if not self._tells_provenance:
@@ -225,7 +229,7 @@ class DeviceExecutor:
             end_ns = self._before.c1
             if record.drop is None:
                 record.tEmit = end_ns
-            ledger.end(record, end_ns)
+            write_counts(record, end_ns)
             commit(record)
 
     def _settle(self) -> None:
@@ -247,16 +251,6 @@ class DeviceExecutor:
             return None
         self._loop.report_fault("B", Fault("unwritten", "unwritten", text), seq=flight.seq)
         return "unwritten"
-
-    def _read_header(self, flight: Flight, header: list[int]) -> str | None:
-        """Returns why the policy gave no actions on this envelope, or None."""
-        generation = self._parts.shape.generation
-        if header[INDEX] != flight.index or header[GENERATION] != generation:
-            raise ProtocolError(
-                f"slot of result {flight.index} (generation {generation}) holds {header[INDEX]} "
-                f"(generation {header[GENERATION]})"
-            )
-        return FAILURES[flight.failed or header[FAILED]]
 
     # ---- between envelopes ----------------------------------------------------------------------
 
@@ -281,8 +275,8 @@ class DeviceExecutor:
         less often the later it is.
         """
         due_ns = self._underway.oldest_due_ns() + SPARE_NS
-        if not self._ahead:  # its credit is seen by the host
-            due_ns -= self._c_ns
+        if not self._ahead and self._newest is not None:  # its credit is seen by the host
+            due_ns -= self._newest.passed.c1 - self._newest.passed.received
         until_ns = due_ns
         while True:
             until_ns = max(now_ns() + POLL_NS, min(self._poll_due_ns, until_ns))

@@ -1,7 +1,7 @@
 """Envelopes that rank 0 has queued on a GPU and not finished, and their events or stamps.
 
 They finish in order, each when its last event is done, and are settled later, in order, too: then
-the host may know queue transitions of later envelopes. ``QueueReplay`` applies transitions in
+the host may know queue transitions of later envelopes. ``QueueReplay`` puts transitions in
 device-time order, so that the ledger's counts at each emit match what the GPU saw.
 ``CompletionEstimate`` estimates from earlier completions when the next envelope is done: an event
 has no descriptor to sleep on, so the loop sleeps until then, and only then polls, which saves a
@@ -27,9 +27,7 @@ SIGHT_NS: Final = 20_000  # A that began sooner before the receipt's event did n
 SHIFT: Final = 2  # a quarter of what is new: one late envelope moves little
 LEAST_NS: Final = 1_000  # so that what is usually nothing can grow
 UNSETTLED_MAX: Final = 16  # envelopes that are finished and not settled
-_DECODE, _RECEIVE, _COMMIT = map(
-    int, (QueueTransition.DECODE, QueueTransition.RECEIVE, QueueTransition.COMMIT)
-)
+_EMIT, _DECODE, _RECEIVE, _COMMIT = map(int, QueueTransition)
 
 
 class CompletionEstimate:
@@ -64,26 +62,25 @@ def _towards(usual_ns: int, seen_ns: int) -> int:
 
 
 class QueueReplay:
-    """Moves that are known and not yet applied."""
+    """Moves that are known and not yet applied.
 
-    def __init__(self, ledger: CreditLedger) -> None:
-        self._apply = ledger.apply
-        self._known: list[tuple[int, int]] = []
+    Attributes:
+        known: a heap of pairs, an instant and a ``QueueTransition``.
+    """
+
+    def __init__(self) -> None:
+        self.known: list[tuple[int, int]] = []
 
     def add(self, at_ns: int, move: int) -> None:
-        """``move``, a ``QueueTransition``, happened at ``at_ns``."""
-        heappush(self._known, (at_ns, move))
+        """``move`` happened at ``at_ns``."""
+        heappush(self.known, (at_ns, move))
 
-    def apply_until(self, until_ns: int) -> None:
-        """Apply every known move up to ``until_ns``, oldest first.
-
-        Raises:
-            ProtocolError: a bound was exceeded, or a move had no envelope to move.
-        """
-        known, due = self._known, []
+    def pop_until(self, until_ns: int) -> list[tuple[int, int]]:
+        """Returns every known move up to ``until_ns``, oldest first, for ``CreditLedger.apply``."""
+        known, due = self.known, []
         while known and known[0][0] <= until_ns:
             due.append(heappop(known))
-        self._apply(due)
+        return due
 
 
 class Mark(Protocol):
@@ -176,7 +173,7 @@ class InFlight:
     ) -> None:
         self._clock = clock
         self._a_spins = a_spins
-        self._history = QueueReplay(ledger)
+        self._apply, self._history = ledger.apply, QueueReplay()
         self._d_in, self._d_out = ledger.d_in, ledger.d_out
         self._marks = marks
         kept = len(marks) + UNSETTLED_MAX + self._d_in + self._d_out
@@ -238,8 +235,9 @@ class InFlight:
         """When the oldest should be done."""
         return self._rhythm.due_ns(self._oldest.queued_ns)
 
-    def finish(self) -> Queued:
-        """Pop the oldest, which is done: its marks may be used again.
+    def finish(self, now_ns: int) -> Queued:
+        """Pop the oldest, which is done: its marks may be used again, and the next one's turn
+        begins, for the watchdog.
 
         At most ``UNSETTLED_MAX`` may be finished and not settled.
         """
@@ -247,13 +245,15 @@ class InFlight:
         one.passed = passed = Passed(*self._clock.all_past_ns(one.marks))
         self._finished += 1
         self._oldest = self._all[self._finished % len(self._all)]
+        if self._finished < self._queued:
+            self._oldest.flight.sent_ns = now_ns
         self._rhythm.done(one.queued_ns, passed.c1)
         return one
 
     def settle(self) -> tuple[Queued, Rank0Times]:
         """Returns the oldest one that is not settled, and its times; it is finished.
 
-        Every move up to its end is applied, except the emit.
+        Every move up to its end is applied, the emit last.
         """
         index = self._settled
         one = self._all[index % len(self._all)]
@@ -267,14 +267,14 @@ class InFlight:
         c1_ns = max(c0_ns, c1_ns)
         a0_ns += one.a1_ns - a1_ns  # a duration knows no anchor
         self._history.add(c0_ns, _DECODE)
-        self._history.apply_until(c1_ns)
+        self._apply([*self._history.pop_until(c1_ns), (c1_ns, _EMIT)])
         times = Rank0Times(a0_ns, one.a1_ns, one.committed_ns, one.received_ns, c0_ns, c1_ns)
         return one, times
 
     def _learn(self, until_ns: int) -> None:
         """Hear of the moves of the one that is settled, and of later ones' up to ``until_ns``."""
         every, kept, settled, finished = self._all, len(self._all), self._settled, self._finished
-        host_ns, add = self._clock.host_ns, self._history.add
+        host_ns, moves = self._clock.host_ns, self._history.known
         while self._received < self._queued:
             number = self._received
             if number > settled and self._received_ns > until_ns:
@@ -289,7 +289,7 @@ class InFlight:
             at_ns = max(at_ns, one.committed_ns + 1, self._received_ns + 1)
             one.received_ns = self._received_ns = at_ns
             self._received = number + 1
-            add(at_ns, _RECEIVE)
+            heappush(moves, (at_ns, _RECEIVE))
         while self._committed < self._queued:
             number = self._committed
             if number > settled and self._committed_ns > until_ns:
@@ -303,7 +303,7 @@ class InFlight:
             one.a1_ns, one.credit_ns = at_ns, one.giver.received_ns
             one.committed_ns = self._committed_ns = max(at_ns, one.credit_ns)
             self._committed = number + 1
-            add(one.committed_ns, _COMMIT)
+            heappush(moves, (one.committed_ns, _COMMIT))
 
     def _seen_ns(self, at_ns: int) -> int:
         """When the result whose receipt's event was at ``at_ns``, the next one, was seen first."""

@@ -212,19 +212,23 @@ class StampedQueueing:
         """Stage A and its sending, as one graph; what it is made of cannot fail while queued."""
         index, link = flight.index, self._link
         number = index % len(self._wholes)
-        message = link.message_of(index, (flight.epoch, flight.seq, 0))
-        self._slots.write(number, 0, *_NO_STAMPS, *self._counts(index), self._taken_count, *message)
+        giver = index - self._d_in
+        self._slots.write(
+            number,
+            0,
+            *_NO_STAMPS,
+            link.count_of(giver),
+            (giver - self._d_out + 1) % WRAP,
+            self._taken_count,
+            *link.message_of(index, (flight.epoch, flight.seq, 0)),
+        )
         self._stage_a.enqueue(flight, kernels.envelope, ends_ns, self._wholes[number])
 
     def _write_counts(self, index: int) -> None:
         """Clear the slot's stamps, and write the words that its wait reads."""
-        number = index % len(self._kernels)
-        self._slots.write(number, 0, *_NO_STAMPS, *self._counts(index))
-
-    def _counts(self, index: int) -> tuple[int, int]:
-        """Of its credit, and of the place among the results."""
-        giver = index - self._d_in
-        return self._link.count_of(giver), (giver - self._d_out + 1) % WRAP
+        number, giver = index % len(self._kernels), index - self._d_in
+        place = (giver - self._d_out + 1) % WRAP
+        self._slots.write(number, 0, *_NO_STAMPS, self._link.count_of(giver), place)
 
     def _write_message(self, flight: Flight) -> None:
         """Write the words that the slot's sending and the copy of its result read."""

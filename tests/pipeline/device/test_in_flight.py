@@ -71,13 +71,8 @@ class Rig:
         return self.underway.marks(index)
 
     def finish(self) -> tuple[Queued, Rank0Times]:
-        one, times = self.settle()
-        self.ledger.emit(times.c1)
-        return one, times
-
-    def settle(self) -> tuple[Queued, Rank0Times]:
         assert self.underway.is_oldest_done()
-        finished = self.underway.finish()
+        finished = self.underway.finish(0)
         one, times = self.underway.settle()
         assert one is finished
         return one, times
@@ -121,7 +116,7 @@ def test_counts_at_an_emit_are_those_of_the_device_then(rig: Rig) -> None:
     happen(first, 10, 20, 50, 55, 70)
     second.a1.ns, second.received.ns = 30, 60
     third.a1.ns = 65
-    rig.settle()
+    rig.finish()
     assert (rig.ledger.outstanding, rig.ledger.q_decode) == (1, 1)  # the third, the second
     assert rig.ledger.outstanding_ns_total(70) == (50 - 20) + (60 - 30) + (70 - 65)
 
@@ -130,7 +125,7 @@ def test_what_happens_later_is_booked_later(rig: Rig) -> None:
     first, second = rig.add(0), rig.add(1)
     happen(first, 10, 20, 50, 55, 60)
     second.a1.ns = 61
-    rig.settle()
+    rig.finish()
     assert rig.ledger.outstanding == 0
 
 
@@ -228,7 +223,7 @@ def test_a_credit_counts_from_where_a_saw_it_if_it_can_have(
 
 def test_moves_are_booked_by_time_however_they_became_known() -> None:
     ledger = CreditLedger(2, 1)
-    history = QueueReplay(ledger)
+    history = QueueReplay()
     for at_ns, move in (
         (30, QueueTransition.RECEIVE),
         (35, QueueTransition.DECODE),
@@ -236,7 +231,7 @@ def test_moves_are_booked_by_time_however_they_became_known() -> None:
         (20, QueueTransition.COMMIT),  # of the next, whose event was seen last
     ):
         history.add(at_ns, move)
-    history.apply_until(40)
+    ledger.apply(history.pop_until(40))
     record = EnvelopeRecord()
     ledger.write_counts(record, 40)
     assert (record.outstanding_max, record.q_decode_max) == (2, 1)
@@ -246,31 +241,31 @@ def test_moves_are_booked_by_time_however_they_became_known() -> None:
 
 def test_what_happened_later_stays_unbooked() -> None:
     ledger = CreditLedger(2, 1)
-    history = QueueReplay(ledger)
+    history = QueueReplay()
     history.add(10, QueueTransition.COMMIT)
     history.add(50, QueueTransition.COMMIT)
-    history.apply_until(49)
+    ledger.apply(history.pop_until(49))
     assert ledger.outstanding == 1
-    history.apply_until(50)
+    ledger.apply(history.pop_until(50))
     assert ledger.outstanding == 2
 
 
 def test_of_two_moves_at_one_instant_the_one_that_makes_room_goes_first() -> None:
     ledger = CreditLedger(1, 1)
-    history = QueueReplay(ledger)
+    history = QueueReplay()
     history.add(10, QueueTransition.COMMIT)
     history.add(20, QueueTransition.COMMIT)
     history.add(20, QueueTransition.RECEIVE)
-    history.apply_until(20)
+    ledger.apply(history.pop_until(20))
     assert (ledger.outstanding, ledger.q_decode) == (1, 1)
 
 
 def test_a_bound_that_the_devices_broke_is_found() -> None:
-    history = QueueReplay(CreditLedger(1, 1))
+    ledger, history = CreditLedger(1, 1), QueueReplay()
     history.add(10, QueueTransition.COMMIT)
     history.add(20, QueueTransition.COMMIT)
     with pytest.raises(ProtocolError, match="outstanding would become 2, bound 1"):
-        history.apply_until(20)
+        ledger.apply(history.pop_until(20))
 
 
 GAP, ALONE = 200, 650
