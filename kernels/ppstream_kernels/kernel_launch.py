@@ -52,7 +52,9 @@ class KernelLaunch:
         Raises:
             RuntimeError: the driver refuses it.
         """
-        checked(self._launch(self._kernel, *self._size, stream, self._address, 0))
+        answer = self._launch(self._kernel, *self._size, stream, self._address, 0)
+        if answer[0]:
+            checked(answer)
 
     def add_to(self, graph: Any, after: list[Any]) -> Any:
         """Adds the kernel to the driver's ``graph``, behind the nodes ``after``; returns its node.

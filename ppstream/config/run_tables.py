@@ -103,7 +103,8 @@ class PlacementConfig(Table, frozen=True):
     def leader_of(self, rank: int) -> int:
         """The policy rank that leads the mesh of a policy rank: itself, but of other members."""
         leaders = len(self.policy)
-        return rank if rank <= leaders else 1 + (rank - leaders - 1) // (self.mesh - 1)
+        is_leader = rank <= leaders or self.mesh == 1
+        return rank if is_leader else 1 + (rank - leaders - 1) // (self.mesh - 1)
 
     def mesh_of(self, leader: int) -> tuple[int, ...]:
         """The ranks of a mesh, its leader first."""

@@ -10,8 +10,8 @@ Durations of one device need no mapping and lose nothing to it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Final, Generic, NamedTuple, Protocol, TypeVar
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, Protocol, TypeVar
 
 from ppstream.core.clock import NS_PER_S, now_ns
 from ppstream.cuda.driver import DeviceError
@@ -38,6 +38,12 @@ class TimedEvent(Protocol):
 
 
 E = TypeVar("E", bound=TimedEvent)
+
+
+class TimedEvents(Protocol):
+    """Several events that are asked at once, as ``in_flight.Marks``."""
+
+    def ns_since(self, earlier: Any) -> Sequence[int]: ...
 
 
 class Probe(Protocol[E]):
@@ -82,6 +88,11 @@ class DeviceClock(Generic[E]):
         elapsed_ns = event.ns_since(self._anchor)
         assert elapsed_ns is not None, "asked when an event happened that has not"
         return self._anchor_ns + elapsed_ns + int(elapsed_ns * self._drift)
+
+    def all_past_ns(self, events: TimedEvents) -> list[int]:
+        """When ``events``, all of which have happened, did."""
+        anchor_ns, drift = self._anchor_ns, self._drift
+        return [anchor_ns + ns + int(ns * drift) for ns in events.ns_since(self._anchor)]
 
     def renew_when_due(self) -> bool:
         """Set a new anchor when the last is a second old; some 0.1 ms. Returns whether it did."""

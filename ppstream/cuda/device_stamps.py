@@ -8,6 +8,7 @@ it is a load, not a call of the driver, and it costs the stream nothing, where a
 from __future__ import annotations
 
 import time
+from struct import Struct
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import torch
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 WORD_BYTES: Final = 8
 LATE_NS: Final = NS_PER_MS  # an answer takes some 3 µs: the device has no place for who gives it
 POLL_S: Final = 0.00002
+_PACKERS: Final = tuple(Struct(f"@{words}q").pack_into for words in range(17))
 
 
 class DeviceStamp:
@@ -29,6 +31,12 @@ class DeviceStamp:
 
     def __init__(self, words: memoryview, at: int) -> None:
         self._words, self._at = words, at
+
+    @property
+    def ns(self) -> int:
+        """The device's time; 0: it was not written."""
+        ns: int = self._words[self._at]
+        return ns
 
     def ns_since(self, earlier: DeviceStamp) -> int | None:
         """Device time since a stamp that was written; None: this one was not."""
@@ -58,6 +66,10 @@ class SlotWords:
         self.words: memoryview = numbers.data
         self.width = width
         self._base = self._memory.data_ptr()
+
+    def write(self, slot: int, at: int, *numbers: int) -> None:
+        """Set a slot's words from ``at`` on: sooner than one by one."""
+        _PACKERS[len(numbers)](self.words, (slot * self.width + at) * WORD_BYTES, *numbers)
 
     def address(self, slot: int, at: int) -> int:
         """Returns the address of a word, for kernels."""

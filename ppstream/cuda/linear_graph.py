@@ -92,4 +92,6 @@ class LinearGraph:
 
     def queue(self, stream: Any) -> None:
         """Start it on the driver's ``stream``."""
-        checked(self._launch(self._executable, stream), "the start of a graph")
+        answer = self._launch(self._executable, stream)
+        if answer[0]:
+            checked(answer, "the start of a graph")

@@ -165,6 +165,10 @@ class CountedLink:
         if index != self._expected:
             raise ProtocolError(f"slot {index} was to be received, {self._expected} is due")
         self._expected += 1
+        if stream is None and self._places.landing is None:  # nothing but to wait for the count
+            self._awaited += 1
+            self.receiving.wait_value(self._places.my_counter, self._awaited)
+            return
         number = index % len(self.into)
         spins = stream is not None
         at = self._stream(stream, self.receiving)

@@ -69,8 +69,8 @@ class ActionRules:
         self._names = actions.names
         self._step_max = self._most(velocity, dt_s)
         self._bend_max = self._most(acceleration, dt_s * dt_s)
-        is_rated = self._step_max is not None or self._bend_max is not None
-        self._is_plain = native.is_used and not self._switches and not is_rated
+        self._has_rates = self._step_max is not None or self._bend_max is not None
+        self._is_plain = native.is_used and not self._switches and not self._has_rates
 
     def enforce(self, actions: Array) -> Enforced:
         """Hold ``actions [horizon, action_dim]`` to the rules, in place.
@@ -84,8 +84,10 @@ class ActionRules:
         found = NOTHING
         if self._switches or not self._is_inside(actions):
             found = self._correct(actions)
-        if found.violation is None and (violation := self._rate_violation(actions)) is not None:
-            return Enforced(found.clipped, violation)
+        if self._has_rates and found.violation is None:
+            violation = self._rate_violation(actions)
+            if violation is not None:
+                return Enforced(found.clipped, violation)
         return found
 
     def explain(self, actions: Array, violation: Violation) -> str:

@@ -8,12 +8,15 @@ may not go on is told so and waits elsewhere.
 from __future__ import annotations
 
 import threading
+from enum import IntEnum
 from typing import TYPE_CHECKING, Final
 
 from ppstream.core.errors import ProtocolError
 from ppstream.observe.statistics import CreditStatistics
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from ppstream.observe.log_writer import EnvelopeRecord
 
 DECODING_MAX: Final = 1  # stage C is serial
@@ -21,11 +24,25 @@ DECODING_MAX: Final = 1  # stage C is serial
 NO_LEAD: Final = 1 << 62
 
 
+class QueueTransition(IntEnum):
+    """Kinds of queue transitions; of two at one instant, the one that makes room goes first."""
+
+    EMIT = 0
+    DECODE = 1
+    RECEIVE = 2
+    COMMIT = 3
+
+
+_EMIT, _DECODE, _RECEIVE, _COMMIT = map(int, QueueTransition)  # compared without a look-up
+
+
 class CreditLedger:
     """Permissions of one link, for any thread.
 
     Every method that moves an envelope takes this rank's ``now_ns`` and holds a lock for the move,
-    so the counts, their maxima and their integrals over time always agree.
+    so the counts, their maxima and their integrals over time always agree. A count is what has come
+    in less what has gone on; its integral up to an instant follows from the sums of these moves'
+    stamps, which may come in any order.
 
     Args:
         d_in: bound of envelopes committed and not yet answered.
@@ -38,10 +55,9 @@ class CreditLedger:
         self.d_in = d_in
         self.d_out = d_out
         self._lock = threading.Lock()
-        self._outstanding = _Level("outstanding", d_in)
-        self._q_decode = _Level("q_decode", d_out)
-        self._decoding = _Level("decoding", DECODING_MAX)
-        self._committed = self._received = self._emitted = 0
+        self._committed = self._received = self._begun = self._emitted = 0  # moves
+        self._committed_ns = self._received_ns = self._begun_ns = 0  # sums of their stamps
+        self._outstanding_max = self._q_decode_max = 0  # since they were written last
 
     def may_commit(self, lead: int = NO_LEAD) -> bool:
         """True when a credit is free; it stays free until this side commits.
@@ -49,11 +65,11 @@ class CreditLedger:
         Args:
             lead: bound of ``in_system``, for a side that can use no more.
         """
-        return self._outstanding.count < self.d_in and self._committed - self._emitted < lead
+        return self.outstanding < self.d_in and self._committed - self._emitted < lead
 
     def may_receive(self) -> bool:
         """True when a result may be received; it stays so until this side receives."""
-        return self._q_decode.count < self.d_out
+        return self.q_decode < self.d_out
 
     def commit(self, now_ns: int) -> None:
         """An envelope goes to the policy rank.
@@ -61,9 +77,7 @@ class CreditLedger:
         Raises:
             ProtocolError: ``outstanding`` stands at ``d_in``.
         """
-        with self._lock:
-            self._outstanding.rise(now_ns)
-            self._committed += 1
+        self.apply(((now_ns, _COMMIT),))
 
     def receive(self, now_ns: int) -> None:
         """Its result's receipt is observed: the credit returns.
@@ -71,9 +85,7 @@ class CreditLedger:
         Raises:
             ProtocolError: nothing is outstanding, or ``q_decode`` stands at ``d_out``.
         """
-        with self._lock:
-            self._outstanding.pass_on(self._q_decode, now_ns)
-            self._received += 1
+        self.apply(((now_ns, _RECEIVE),))
 
     def begin_decode(self, now_ns: int) -> None:
         """Stage C takes the oldest received result.
@@ -81,8 +93,7 @@ class CreditLedger:
         Raises:
             ProtocolError: none was received, or the one before is still being decoded.
         """
-        with self._lock:
-            self._q_decode.pass_on(self._decoding, now_ns)
+        self.apply(((now_ns, _DECODE),))
 
     def emit(self, now_ns: int) -> None:
         """The result being decoded left: emitted, or dropped with its reason.
@@ -90,19 +101,55 @@ class CreditLedger:
         Raises:
             ProtocolError: nothing is being decoded.
         """
+        self.apply(((now_ns, _EMIT),))
+
+    def apply(self, moves: Iterable[tuple[int, int]]) -> None:
+        """Apply moves, oldest first: an instant, and a ``QueueTransition``.
+
+        Raises:
+            ProtocolError: as the method of that move; those before it are applied.
+        """
         with self._lock:
-            self._decoding.fall(now_ns)
-            self._emitted += 1
+            for at_ns, move in moves:
+                if move == _COMMIT:
+                    outstanding = self._committed + 1 - self._received
+                    if outstanding > self.d_in:
+                        raise _too_many("outstanding", outstanding, self.d_in)
+                    if outstanding > self._outstanding_max:
+                        self._outstanding_max = outstanding
+                    self._committed += 1
+                    self._committed_ns += at_ns
+                elif move == _RECEIVE:
+                    if self._received == self._committed:
+                        raise _too_few("outstanding")
+                    q_decode = self._received + 1 - self._begun
+                    if q_decode > self.d_out:
+                        raise _too_many("q_decode", q_decode, self.d_out)
+                    if q_decode > self._q_decode_max:
+                        self._q_decode_max = q_decode
+                    self._received += 1
+                    self._received_ns += at_ns
+                elif move == _DECODE:
+                    if self._begun == self._received:
+                        raise _too_few("q_decode")
+                    if self._begun - self._emitted == DECODING_MAX:
+                        raise _too_many("decoding", DECODING_MAX + 1, DECODING_MAX)
+                    self._begun += 1
+                    self._begun_ns += at_ns
+                else:
+                    if self._emitted == self._begun:
+                        raise _too_few("decoding")
+                    self._emitted += 1
 
     @property
     def outstanding(self) -> int:
         """Committed and not yet received back."""
-        return self._outstanding.count
+        return self._committed - self._received
 
     @property
     def q_decode(self) -> int:
         """Received and not yet decoding."""
-        return self._q_decode.count
+        return self._received - self._begun
 
     @property
     def in_system(self) -> int:
@@ -113,29 +160,31 @@ class CreditLedger:
     def outstanding_ns_total(self, now_ns: int) -> int:
         """Integral of ``outstanding`` over time up to ``now_ns``."""
         with self._lock:
-            return self._outstanding.integral_ns(now_ns)
+            return self._received_ns - self._committed_ns + self.outstanding * now_ns
 
     def q_decode_ns_total(self, now_ns: int) -> int:
         """Integral of ``q_decode`` over time up to ``now_ns``."""
         with self._lock:
-            return self._q_decode.integral_ns(now_ns)
+            return self._begun_ns - self._received_ns + self.q_decode * now_ns
 
     def write_counts(self, record: EnvelopeRecord, now_ns: int) -> None:
         """Write the counts of ``now_ns`` into a record, with the maxima since the last one."""
         with self._lock:
-            record.outstanding, record.outstanding_max, record.outstanding_ns_total = (
-                self._outstanding.drain(now_ns)
-            )
-            record.q_decode, record.q_decode_max, record.q_decode_ns_total = self._q_decode.drain(
-                now_ns
-            )
+            committed_ns, received_ns = self._committed_ns, self._received_ns
+            outstanding = self._committed - self._received
+            record.outstanding, record.outstanding_max = outstanding, self._outstanding_max
+            record.outstanding_ns_total = received_ns - committed_ns + outstanding * now_ns
+            q_decode = self._received - self._begun
+            record.q_decode, record.q_decode_max = q_decode, self._q_decode_max
+            record.q_decode_ns_total = self._begun_ns - received_ns + q_decode * now_ns
+            self._outstanding_max, self._q_decode_max = outstanding, q_decode
 
     def statistics(self) -> CreditStatistics:
         """All counts of one moment."""
         with self._lock:
             return CreditStatistics(
-                outstanding=self._outstanding.count,
-                q_decode=self._q_decode.count,
+                outstanding=self.outstanding,
+                q_decode=self.q_decode,
                 in_system=self._committed - self._emitted,
                 committed=self._committed,
                 received=self._received,
@@ -143,54 +192,11 @@ class CreditLedger:
             )
 
 
-class _Level:
-    """One bounded count with its highest value and its integral. The ledger's lock guards it."""
+def _too_many(name: str, count: int, bound: int) -> ProtocolError:
+    return ProtocolError(
+        f"{name} would become {count}, bound {bound}: ask the ledger before moving an envelope"
+    )
 
-    __slots__ = ("_bound", "_highest", "_name", "_weight_ns", "count")
 
-    def __init__(self, name: str, bound: int) -> None:
-        self._name = name
-        self._bound = bound
-        self.count = 0
-        self._highest = 0
-        self._weight_ns = 0  # stamps of all falls less those of all rises, in any order
-
-    def rise(self, now_ns: int) -> None:
-        count = self.count + 1
-        if count > self._bound:
-            raise ProtocolError(
-                f"{self._name} would become {count}, bound {self._bound}: "
-                "ask the ledger before moving an envelope"
-            )
-        self._weight_ns -= now_ns
-        self.count = count
-        if count > self._highest:
-            self._highest = count
-
-    def fall(self, now_ns: int) -> None:
-        if self.count < 1:
-            raise ProtocolError(f"{self._name} would become -1: a result without its envelope")
-        self._weight_ns += now_ns
-        self.count -= 1
-
-    def pass_on(self, to: _Level, now_ns: int) -> None:
-        """One leaves here and is counted there; neither when either refuses."""
-        if not self.count or to.count >= to._bound:  # one of them raises
-            if self.count:
-                to.rise(now_ns)
-            self.fall(now_ns)
-        self._weight_ns += now_ns
-        self.count -= 1
-        to._weight_ns -= now_ns
-        to.count += 1
-        if to.count > to._highest:
-            to._highest = to.count
-
-    def integral_ns(self, now_ns: int) -> int:
-        return self._weight_ns + self.count * now_ns
-
-    def drain(self, now_ns: int) -> tuple[int, int, int]:
-        """The count, the highest since the last call, and the integral."""
-        count, highest = self.count, self._highest
-        self._highest = count
-        return count, highest, self._weight_ns + count * now_ns
+def _too_few(name: str) -> ProtocolError:
+    return ProtocolError(f"{name} would become -1: a result without its envelope")

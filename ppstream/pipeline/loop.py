@@ -12,7 +12,8 @@ next, and the log's line come behind the send, on the same thread, before that t
 work. A process that dies in between loses counts that lived in its memory alone, and a line of its
 log: of a chunk that left, the robot tells what became of it. The other order would lose the chunk
 and count it as sent. This holds for both ranks and the robot's client. One case accounts first:
-with split threads another thread may finish the envelope that was just sent.
+with split threads another thread may finish the envelope that was just sent. One accounts still
+later: ``device/executor.py`` does it for several envelopes at once.
 """
 
 from __future__ import annotations

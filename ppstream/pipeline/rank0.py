@@ -106,6 +106,8 @@ class Rank0:
         self.source: Source
         self.pacing: Pacing
         self.emitter: Emitter = NoEmitter()
+        #: The ledger's part of an envelope that has ended, and its line; an executor may do it.
+        self.book: Callable[[Flight, int], None] = self._book
         self.stop_reason: str | None = None
         self.reports: deque[Told] = deque()  # from robots, filled while the source is drained
         self.source_fds: tuple[int, ...] = ()
@@ -230,13 +232,17 @@ class Rank0:
                 since_ns = flight.emit_ns - cut_ns
                 self.log.event("first_action", epoch=flight.epoch, since_cut_ns=since_ns)
         record.drop = drop
+        self.book(flight, at_ns)
+        with self.counting:
+            self.finished += 1
+            self.stage_c.count(drop)
+
+    def _book(self, flight: Flight, at_ns: int) -> None:
+        record = flight.record
         self.credits.emit(at_ns)
         self.credits.write_counts(record, at_ns)
         record.w_emit_ns = 0  # an emitter never blocks
         self.log.commit(record)
-        with self.counting:
-            self.finished += 1
-            self.stage_c.count(drop)
 
     def report_fault(self, stage: str, fault: Fault, **fields: int) -> None:
         """A fault that this rank has found: print the first of its kind, and log it."""

@@ -315,16 +315,26 @@ class Results:
         self._integers = integers
         self._slots: dict[int, tuple[HasTensors, tuple[_Probe, ...]]] = {}
 
+    def finds(self, slot: HasTensors) -> bool:
+        """True when the policy left something out, in any row."""
+        known = self._slots.get(id(slot))
+        for probe in self._new_probes(slot) if known is None else known[1]:
+            if probe.finds():
+                return True
+        return False
+
     def unwritten(self, slot: HasTensors, present: Rows) -> str:
         """Words what the policy left out in rows that are present; empty: nothing."""
         known = self._slots.get(id(slot))
-        if known is None:
-            probes = (_Probe(name, t, self._integers) for name, t in slot.tensors.items())
-            known = self._slots[id(slot)] = slot, tuple(probes)
-        for probe in known[1]:
+        for probe in self._new_probes(slot) if known is None else known[1]:
             if probe.finds() and (text := probe.text(present)):
                 return text
         return ""
+
+    def _new_probes(self, slot: HasTensors) -> tuple[_Probe, ...]:
+        probes = tuple(_Probe(name, t, self._integers) for name, t in slot.tensors.items())
+        self._slots[id(slot)] = slot, probes  # held: its id stays its own
+        return probes
 
 
 class FilledPolicy:

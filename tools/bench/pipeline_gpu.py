@@ -7,7 +7,9 @@ first are run at D = 2 alone. Serial latency is that of D = 1, one envelope at a
 runs a policy cut into equal places instead, one on each of 2, 3 and 4 GPUs, as far as there are.
 ``--stamps`` runs cells of the peer link alone, whose times are taken by events, by kernels, by
 kernels and by events again. Needs two GPUs, or one with ``--share``: then both ranks take turns on
-it, periods mean little, and the host's time an envelope is what is compared.
+it, periods mean little, and the host's time an envelope is what is compared. ``--cpu`` runs cells
+of the peer link alone, as it is by default, and prints what rank 0's CPU time is for; each cell is
+run as it is, and with the loop's calls timed.
 """
 
 from __future__ import annotations
@@ -69,6 +71,7 @@ def main() -> int:
     parser.add_argument("--envelopes", type=int, default=ENVELOPES, help="least: %(default)s")
     parser.add_argument("--chains", action="store_true", help="places of a cut policy instead")
     parser.add_argument("--stamps", action="store_true", help="times by events and by kernels")
+    parser.add_argument("--cpu", action="store_true", help="what rank 0's CPU time is for")
     parser.add_argument("--share", action="store_true", help="both ranks on the first GPU")
     parser.add_argument("--json", type=Path, help="write the results here")
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
@@ -77,7 +80,10 @@ def main() -> int:
         return chains(arguments.envelopes, arguments.json)
     links = ["peer"] if arguments.quick else arguments.links.split(",")
     sizes_us = QUICK_SIZES_US if arguments.quick else SIZES_US
-    cells = list(stamp_cells(sizes_us) if arguments.stamps else grid(links, sizes_us))
+    if arguments.cpu:
+        cells = list(cpu_cells(sizes_us))
+    else:
+        cells = list(stamp_cells(sizes_us) if arguments.stamps else grid(links, sizes_us))
     cells = [cell._replace(shares=arguments.share) for cell in cells]
     if arguments.child is not None:
         return child(cells, arguments.envelopes, arguments.child)
@@ -113,6 +119,16 @@ def stamp_cells(sizes_us: tuple[int, ...]) -> Iterator[Any]:
                 yield GpuCell(
                     f"stamps {stamps}", size, size, 1, depth, "peer", "before_window", stamps
                 )
+
+
+def cpu_cells(sizes_us: tuple[int, ...]) -> Iterator[Any]:
+    """Balanced cells of one row, each as it is and with the loop's calls timed."""
+    from bench.pipeline_gpu_cells import GpuCell
+
+    for size in sizes_us:
+        for where in (False, True):
+            name = "cpu parts" if where else "cpu"
+            yield GpuCell(name, size, size, 1, 2, "peer", where=where)
 
 
 def child(cells: list[Any], envelopes: int, output: Path) -> int:
@@ -248,7 +264,8 @@ def print_row(one: Any) -> None:
         f" {one.strict:6.3f} {one.in_run:6.3f} {one.overhead_us:7.1f} {_or_na(one.compat)}"
         f" {_or_na(one.primary)} {one.p99_us / one.p50_us:7.3f} | {one.picked_us[0]:7.1f}"
         f" {one.picked_us[1]:6.0f} {one.age_periods:6.2f} | {one.cpu_us[0]:5.0f}"
-        f" {one.cpu_us[1]:5.0f} | {one.verdict} {' '.join(one.bad_audits)}",
+        f" {one.cpu_us[1]:5.0f} | {one.verdict} {' '.join(one.bad_audits)}"
+        f" | rank 0: {' '.join(f'{name} {each:.1f}' for name, each in one.cpu0_parts.items())}",
         flush=True,
     )
 

@@ -8,6 +8,7 @@ alone, saturated, logged, and judged by the report's own function.
 from __future__ import annotations
 
 import os
+import resource
 import sys
 import tempfile
 import time
@@ -74,6 +75,7 @@ class GpuCell(NamedTuple):
     credit: str = "before_window"
     stamps: str = "auto"
     shares: bool = False  # both ranks are on the first GPU
+    where: bool = False  # the loop's calls are timed one by one: slower, and it tells which
 
     def device(self, rank: int) -> torch.device:
         return torch.device("cuda", 0 if self.shares else rank)
@@ -98,6 +100,7 @@ class CellResult(NamedTuple):
     age_us: float  # from the start of A until the host has the actions; p50
     age_periods: float
     cpu_us: tuple[float, float]  # of rank 0 and the policy rank, per envelope
+    cpu0_parts: dict[str, float]  # of rank 0, per envelope: see ``LoopCpu``
     bad_audits: list[str]
     verdict: str
 
@@ -207,9 +210,12 @@ def _run_rank0(
         warm_up(rank0, intake, source)
         before = time_isolated_stages(rank0, config.bringup.standalone)
         run.describe(standalone=before)
+        loop_cpu = LoopCpu(executor, is_parted=cell.where)
         begun, cpu_ns = rank0.finished, time.process_time_ns()
         run_saturated(rank0, intake, source)
-        cpu_ns = (time.process_time_ns() - cpu_ns) // (rank0.finished - begun)
+        cpu_ns = time.process_time_ns() - cpu_ns
+        parts = loop_cpu.stop(rank0.finished - begun, cpu_ns)
+        cpu_ns //= rank0.finished - begun
         after = time_isolated_stages(rank0, config.bringup.standalone)
         run.describe(standalone_after=after)
         source.close()
@@ -221,7 +227,7 @@ def _run_rank0(
         torch.cuda.synchronize()
         report = judge(read_run(run.directory), profile="bringup")
     stages_ns = tuple((before[f"{k}_ns"] + after[f"{k}_ns"]) / 2 for k in "ABC")
-    return _found(cell, report, stages_ns, cpu_ns, answer.facts["cpu_ns"])
+    return _found(cell, report, stages_ns, (cpu_ns, answer.facts["cpu_ns"]), parts)
 
 
 def _outputs(config: PipelineConfig) -> tuple[Any, Any]:
@@ -259,6 +265,46 @@ def _run_policy_rank(
     peer.send(Ready({"cpu_ns": watched.cpu_ns}))
 
 
+class LoopCpu:
+    """CPU time of rank 0 by what it is for, in us per envelope, from now until ``stop``.
+
+    ``loop`` is the loop's thread, ``others`` all other threads of the process, ``sleeps`` how often
+    the loop's thread gave up its CPU. Parted, ``launch`` and ``wait`` are the loop's calls of
+    ``executor.begin`` and ``executor.wait``, ``waits`` the number of the latter.
+    """
+
+    def __init__(self, executor: Any, *, is_parted: bool) -> None:
+        self._executor = executor
+        self._ns = {"launch": 0, "wait": 0}
+        self._waits = 0
+        if is_parted:
+            executor.begin = self._timed("launch", executor.begin)
+            executor.wait = self._timed("wait", executor.wait)
+        self._began_ns = time.thread_time_ns()
+        self._began_sleeps = resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
+
+    def stop(self, envelopes: int, process_ns: int) -> dict[str, float]:
+        """Returns the parts, of a process that took ``process_ns`` since the start."""
+        loop_ns = time.thread_time_ns() - self._began_ns
+        sleeps = resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw - self._began_sleeps
+        found_ns = {"loop": loop_ns, "others": process_ns - loop_ns}
+        found = {"sleeps": sleeps / envelopes}
+        if self._waits:
+            del self._executor.begin, self._executor.wait
+            found_ns |= self._ns | {"rest": loop_ns - sum(self._ns.values())}
+            found["waits"] = self._waits / envelopes
+        return {name: ns * 1e-3 / envelopes for name, ns in found_ns.items()} | found
+
+    def _timed(self, name: str, call: Any) -> Any:
+        def timed(*given: Any, **named: Any) -> None:
+            began_ns = time.thread_time_ns()
+            call(*given, **named)
+            self._ns[name] += time.thread_time_ns() - began_ns
+            self._waits += name == "wait"
+
+        return timed
+
+
 class PolicyCpuTime:
     """CPU time of the saturated phase on the policy rank, per envelope."""
 
@@ -279,7 +325,11 @@ class PolicyCpuTime:
 
 
 def _found(
-    cell: GpuCell, report: RunReport, alone: Sequence[float], cpu0_ns: int, cpu1_ns: int
+    cell: GpuCell,
+    report: RunReport,
+    alone: Sequence[float],
+    cpu_ns: tuple[int, int],
+    cpu0_parts: dict[str, float],
 ) -> CellResult:
     primary = report.primary
     assert primary is not None
@@ -308,7 +358,8 @@ def _found(
         (picked_us[len(whole) // 2], picked_us[int(len(whole) * 0.99)]),
         age_us,
         age_us / period_us,
-        (cpu0_ns * 1e-3, cpu1_ns * 1e-3),
+        (cpu_ns[0] * 1e-3, cpu_ns[1] * 1e-3),
+        cpu0_parts,
         [name for name, audit in report.audits.items() if audit.ok is False],
         report.verdict.name,
     )

@@ -138,13 +138,14 @@ class DeviceWindow:
             raise ProtocolError(
                 f"{RECORDS} windows are queued, none popped: call pop() for each complete one"
             )
-        key = tensors["rows"].data_ptr()
-        if key not in self._graphs:
-            self.prepare(tensors)
-        self.rings.order(stream)
         if launch is None:
+            key = tensors["rows"].data_ptr()
+            if key not in self._graphs:
+                self.prepare(tensors)
+            self.rings.order(stream)
             self._graphs[key].queue(stream.cuda_stream)
         else:
+            self.rings.order(stream)
             launch()
         self._queued += 1
         if self._is_fixed:

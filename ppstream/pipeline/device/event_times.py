@@ -57,11 +57,11 @@ def record_rank0_times(
     record.eA_ns, record.eC_ns = a1_ns - a0_ns, c1_ns - c0_ns
     free_ns = a0_ns if before is None else before.a1
     gap_ns = max(0, a0_ns - free_ns)
-    for_credit_ns = _clamp(credit_ns - free_ns, gap_ns)
+    for_credit_ns = min(max(0, credit_ns - free_ns), gap_ns)
     for_input_ns = 0
     if waits_for_input:
         late_ns = queued_ns - max(free_ns, credit_ns)
-        for_input_ns = _clamp(late_ns, gap_ns - for_credit_ns)
+        for_input_ns = min(max(0, late_ns), gap_ns - for_credit_ns)
     record.w_credit_ns, record.w_input_ns = for_credit_ns, for_input_ns
     record.busy_link_ns = gap_ns - for_credit_ns - for_input_ns
     record.w_slot_ns = record.w_emit_ns = 0
@@ -76,13 +76,7 @@ def record_policy_times(
     record.tB0, record.tB1 = b0_ns, b1_ns
     record.eB_ns = b1_ns - b0_ns
     idle_ns = 0 if before is None else max(0, b0_ns - before.b1)
-    waited_ns = 0 if before is None else _clamp(complete_ns - before.b1, idle_ns)
+    waited_ns = 0 if before is None else min(max(0, complete_ns - before.b1), idle_ns)
     record.idle_ns, record.wait_input_ns, record.wait_output_ns = idle_ns, waited_ns, 0
     record.busy_link_ns = idle_ns - waited_ns
     record.residence_ns = b1_ns - min(complete_ns, b0_ns)
-
-
-def _clamp(value: int, most: int) -> int:
-    if value < 0:
-        return 0
-    return value if value < most else most

@@ -22,13 +22,17 @@ Of replicas (``links/device_replicas.py``) each envelope's way leads over the li
 turn it is, on the same streams. When one is lost, its waits are ended: what it owes is dropped, and
 once nothing is under way the others line up anew.
 
-The loop finishes envelopes in order once their last event is done: records stamps, decodes, emits.
+The loop finishes envelopes in order once their last event is done: it decodes, checks and emits
+one, counts it, and accounts later for several at once: stamps, waits, ledger, line. It does so
+before a phase, an epoch or a run ends, before it sleeps with nothing under way, and each
+``POLL_LATEST_NS``: code that has run a moment ago costs a fraction of what it costs behind a pause.
 ``tEmit`` is the end of C on the device, ``tPick`` the moment at which the host takes the envelope
 up: latency is counted to there, the age of what it emits to the true emit.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from contextlib import contextmanager
 from itertools import chain
 from typing import TYPE_CHECKING, Final
@@ -43,7 +47,7 @@ from ppstream.links.headers import FAILED, FAILURES, REPLICA_LOST
 from ppstream.links.slots import GENERATION, INDEX
 from ppstream.observe.log_writer import EnvelopeRecord
 from ppstream.pipeline.device.event_times import Rank0Times, record_rank0_times
-from ppstream.pipeline.device.in_flight import InFlight
+from ppstream.pipeline.device.in_flight import UNSETTLED_MAX, InFlight
 from ppstream.pipeline.device.rank0_queue import Queueing
 from ppstream.pipeline.device.rank0_stamped import StampedQueueing
 from ppstream.pipeline.flight import Flight
@@ -55,7 +59,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from ppstream.links.slots import Slot
-    from ppstream.pipeline.device.in_flight import Mark
+    from ppstream.pipeline.device.in_flight import Mark, Queued
     from ppstream.pipeline.device.rank0_queue import Rank0Device
     from ppstream.pipeline.device.stage_a import DeviceStageA
     from ppstream.pipeline.loop import Rank0Loop
@@ -63,7 +67,8 @@ if TYPE_CHECKING:
     from ppstream.pipeline.replica_losses import ReplicaLosses
 
 POLL_LATEST_NS: Final = 5 * NS_PER_MS  # at the latest; sooner when something comes or falls due
-POLL_NS: Final = 20_000  # an envelope that is late is polled for so often
+POLL_NS: Final = 20_000  # an envelope that is late is polled for so often,
+POLL_SHARE: Final = 8  # or in shares of its lateness, if these are longer
 SPARE_NS: Final = 5_000  # after it should be done: a poll in vain costs more than that
 GLANCE_NS: Final = 200_000  # descriptors are polled so often while envelopes leave no rest
 NOW: Final = 0
@@ -95,7 +100,8 @@ class DeviceExecutor:
         self._most_underway = 0  # of this phase
         self._waits_for_input = False
         self._before: Rank0Times | None = None
-        self._times: Rank0Times  # of the envelope that is being finished
+        self._owed: deque[Flight] = deque()  # have ended, and are not accounted for
+        self._newest: Queued | None = None  # that was finished
         self._poll_due_ns = 0  # when at the latest
         self._glance_ns = 0  # when at the latest while envelopes leave no rest
         self._is_launching = False
@@ -128,6 +134,8 @@ class DeviceExecutor:
             self._queueing = Queueing(parts, self._a, is_fresh=is_fresh)
         self._underway = self._none_underway(0)
         self._results = Results(drawn_for(loop.log.run_id))
+        self._tells_provenance = loop.config.actions.provenance
+        loop.book = self._book
         loop.mark.busy_with = self._at
         loop.log.queues_ahead = True
         loop.on_phase.append(self._on_phase)
@@ -154,7 +162,10 @@ class DeviceExecutor:
         """As ``Executor``."""
         self._before = None
         self._poll()
-        yield
+        try:
+            yield
+        finally:
+            self._account()
         is_judged = self._loop.phase == "bring-up" and self._loop.log.mode == "throughput"
         if is_judged:  # what the policy rank knows of these envelopes has to be in its file
             for policy_rank in self.policy_ranks:
@@ -220,20 +231,11 @@ class DeviceExecutor:
         if not self._underway.is_oldest_done():
             return None
         picked_ns = now_ns()
-        one = self._underway.finish()
-        if self._underway:
-            self._underway.oldest.sent_ns = now_ns()  # for the watchdog: its turn begins
-        flight, times = one.flight, one.times
-        record_rank0_times(
-            flight.record,
-            times,
-            self._before,
-            one.credit_ns,
-            one.queued_ns,
-            waits_for_input=self._waits_for_input,
-        )
-        self._before = self._times = times
+        self._newest = one = self._underway.finish(picked_ns)
+        flight = one.flight
         flight.record.tPick = picked_ns
+        if self._tells_provenance:  # of its times
+            self._settle()
         self._a.settle(flight)
         return flight
 
@@ -241,13 +243,47 @@ class DeviceExecutor:
         """As ``Executor``."""
         result = self._queueing.result(flight.index)
         drop = self._read_header(flight, result.header.tolist())
-        if drop is None and flight.epoch == self._loop.epoch:
+        if drop is None and flight.epoch == self._loop.epoch and self._results.finds(result):
             drop = self._unwritten(flight, result)
         return result, drop
 
     def settle(self, flight: Flight, drop: str | None) -> int:
-        """As ``Executor``: the device has stamped it."""
-        return self._times.c1
+        """As ``Executor``: the device has stamped it; the rest is accounted for later."""
+        assert self._newest is not None, "none was finished"
+        return self._newest.passed.c1
+
+    def _book(self, flight: Flight, at_ns: int) -> None:
+        """As ``Rank0.book``, for several at once."""
+        self._owed.append(flight)
+        if self._tells_provenance or len(self._owed) >= UNSETTLED_MAX:
+            self._account()
+
+    def _account(self) -> None:
+        """Account for all that have ended."""
+        owed, commit = self._owed, self._loop.log.commit
+        write_counts = self._loop.credits.write_counts
+        while owed:
+            record = owed.popleft().record
+            if not self._tells_provenance:
+                self._settle()
+            assert self._before is not None, "it was settled"
+            end_ns = self._before.c1
+            if record.drop is None:
+                record.tEmit = end_ns
+            write_counts(record, end_ns)
+            commit(record)
+
+    def _settle(self) -> None:
+        one, times = self._underway.settle()
+        record_rank0_times(
+            one.flight.record,
+            times,
+            self._before,
+            one.credit_ns,
+            one.queued_ns,
+            waits_for_input=self._waits_for_input,
+        )
+        self._before = times
 
     def _unwritten(self, flight: Flight, result: Slot) -> str | None:
         """Returns why the policy's outputs may not be used, or None: it wrote them all."""
@@ -281,23 +317,31 @@ class DeviceExecutor:
         if worked:
             if self._loop.is_cut_due or now_ns() >= self._glance_ns:
                 self._rest_until(NOW)
-        elif self._loop.log.on_idle is not None and not self._underway:
-            self._loop.log.run_when_idle()
+        elif self._underway:
+            self._rest_until_done()
         else:
-            self._rest_until(self._next_ns())
+            self._account()
+            if self._loop.log.on_idle is not None:
+                self._loop.log.run_when_idle()
+            else:
+                self._rest_until(self._due_ns(now_ns() + WAIT_MAX_NS))
         return self._loop.may_start()
 
-    def _next_ns(self) -> int:
-        """When something can be there again: the oldest envelope, or what falls due by the clock.
+    def _rest_until_done(self) -> None:
+        """Until the oldest envelope should be, or is, or anything else happens.
 
-        The end of an event has no descriptor. An envelope that is late is polled for often.
+        The end of an event has no descriptor. An envelope that is late is polled for: often, and
+        less often the later it is.
         """
-        if self._underway:
-            due_ns = self._underway.oldest_due_ns() + SPARE_NS
-            if not self._ahead and self._before is not None:  # its credit is seen by the host
-                due_ns -= self._before.c1 - self._before.received
-            return max(now_ns() + POLL_NS, min(self._poll_due_ns, due_ns))
-        return self._due_ns(now_ns() + WAIT_MAX_NS)
+        due_ns = self._underway.oldest_due_ns() + SPARE_NS
+        if not self._ahead and self._newest is not None:  # its credit is seen by the host
+            due_ns -= self._newest.passed.c1 - self._newest.passed.received
+        until_ns = due_ns
+        while True:
+            until_ns = max(now_ns() + POLL_NS, min(self._poll_due_ns, until_ns))
+            if self._rest_until(until_ns) or not self._ahead or self._underway.is_oldest_done():
+                return
+            until_ns += (until_ns - due_ns) // POLL_SHARE
 
     def _wants_more(self) -> bool:
         return self._loop.may_begin() and self.has_room()
@@ -308,16 +352,22 @@ class DeviceExecutor:
         pacing_ns = self._loop.pacing.due_ns() if self._wants_more() else None
         return min(latest_ns, source_ns or latest_ns, pacing_ns or latest_ns)
 
-    def _rest_until(self, until_ns: int) -> None:
-        """Sleep, unless that is past; then look if anything came, woke this thread, or is due."""
+    def _rest_until(self, until_ns: int) -> bool:
+        """Sleep, unless that is past; then look if anything came, woke this thread, or is due.
+
+        Returns True if something did or was.
+        """
         ready = self._loop.waiter.wait(until_ns - now_ns())
         now = now_ns()
         # some frames are told of by a wake alone, which may come to a wait that is over at once
-        if ready or self._loop.waiter.woken or self._loop.is_cut_due:
+        has_come = bool(ready) or self._loop.waiter.woken or self._loop.is_cut_due
+        is_due = now >= self._poll_due_ns
+        if has_come:
             self._poll()
-        elif now >= self._poll_due_ns:
+        elif is_due:
             self._poll_by_clock()
         self._glance_ns = min(now + GLANCE_NS, self._poll_due_ns)
+        return has_come or is_due
 
     def _poll(self) -> None:
         for policy_rank in self.policy_ranks:
@@ -326,10 +376,13 @@ class DeviceExecutor:
 
     def _poll_by_clock(self) -> None:
         """Look at everything but descriptors: a wait that ran out found none readable."""
+        if self._loop.is_cut_due:  # it tells of the ledger
+            self._account()
         self._loop.drain_inputs()
         self._loop.tidy()
         now = now_ns()
         self._a.ingest(now)
+        self._account()
         oldest = self._underway.oldest if self._underway else None
         for policy_rank in self.policy_ranks:
             while policy_rank.peer.inbox:
@@ -372,6 +425,7 @@ class DeviceExecutor:
         """Go on without the replicas that are lost: nothing is under way."""
         assert self._replicas is not None, "only replicas are lost"
         assert isinstance(self._queueing, Queueing), "chosen so"
+        self._account()
         first = self._loop.started
         self._replicas.line_up(first)
         self._queueing.line_up()

@@ -1,18 +1,19 @@
 """Envelopes that rank 0 has queued on a GPU and not finished, and their events or stamps.
 
-They finish in order, each when its last event is done; by then the host may know queue transitions
-of later envelopes, too. ``QueueReplay`` applies transitions in device-time order, so that the
-ledger's counts at each emit match what the GPU saw. ``CompletionEstimate`` estimates from earlier
-completions when the next envelope is done: an event has no descriptor to sleep on, so the loop
-sleeps until then, and only then polls, which saves a wake-up each 20 µs.
+They finish in order, each when its last event is done, and are settled later, in order, too: then
+the host may know queue transitions of later envelopes. ``QueueReplay`` puts transitions in
+device-time order, so that the ledger's counts at each emit match what the GPU saw.
+``CompletionEstimate`` estimates from earlier completions when the next envelope is done: an event
+has no descriptor to sleep on, so the loop sleeps until then, and only then polls, which saves a
+wake-up each 20 µs.
 """
 
 from __future__ import annotations
 
-from enum import IntEnum
 from heapq import heappop, heappush
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
+from ppstream.pipeline.credits import QueueTransition
 from ppstream.pipeline.device.event_times import Rank0Times
 
 if TYPE_CHECKING:
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 SIGHT_NS: Final = 20_000  # A that began sooner before the receipt's event did not wait for it
 SHIFT: Final = 2  # a quarter of what is new: one late envelope moves little
 LEAST_NS: Final = 1_000  # so that what is usually nothing can grow
+UNSETTLED_MAX: Final = 16  # envelopes that are finished and not settled
+_EMIT, _DECODE, _RECEIVE, _COMMIT = map(int, QueueTransition)
 
 
 class CompletionEstimate:
@@ -58,36 +61,26 @@ def _towards(usual_ns: int, seen_ns: int) -> int:
     return usual_ns + (((seen_ns if seen_ns < most_ns else most_ns) - usual_ns) >> SHIFT)
 
 
-class QueueTransition(IntEnum):
-    """Kinds of queue transitions; of two at one instant, the one that makes room goes first."""
-
-    EMIT = 0
-    DECODE = 1
-    RECEIVE = 2
-    COMMIT = 3
-
-
 class QueueReplay:
-    """Moves that are known and not yet applied."""
+    """Moves that are known and not yet applied.
 
-    def __init__(self, ledger: CreditLedger) -> None:
-        self._book = (ledger.emit, ledger.begin_decode, ledger.receive, ledger.commit)  # by Move
-        self._known: list[tuple[int, QueueTransition]] = []
+    Attributes:
+        known: a heap of pairs, an instant and a ``QueueTransition``.
+    """
 
-    def add(self, at_ns: int, move: QueueTransition) -> None:
+    def __init__(self) -> None:
+        self.known: list[tuple[int, int]] = []
+
+    def add(self, at_ns: int, move: int) -> None:
         """``move`` happened at ``at_ns``."""
-        heappush(self._known, (at_ns, move))
+        heappush(self.known, (at_ns, move))
 
-    def apply_until(self, until_ns: int) -> None:
-        """Apply every known move up to ``until_ns``, oldest first.
-
-        Raises:
-            ProtocolError: a bound was exceeded, or a move had no envelope to move.
-        """
-        known = self._known
+    def pop_until(self, until_ns: int) -> list[tuple[int, int]]:
+        """Returns every known move up to ``until_ns``, oldest first, for ``CreditLedger.apply``."""
+        known, due = self.known, []
         while known and known[0][0] <= until_ns:
-            at_ns, move = heappop(known)
-            self._book[move](at_ns)
+            due.append(heappop(known))
+        return due
 
 
 class Mark(Protocol):
@@ -108,17 +101,35 @@ class Marks(NamedTuple):
     c0: Mark
     c1: Mark
 
+    def ns_since(self, earlier: Any) -> Sequence[int]:
+        """Device times since a mark that was passed, of an envelope that is over: of ``Passed``."""
+        a1, received, c0, c1 = (
+            mark.ns_since(earlier) or 0 for mark in (self.a1, self.received, self.c0, self.c1)
+        )
+        # the difference of two long times of events is some 0.1 µs off
+        return a1 - (self.a1.ns_since(self.a0) or 0), a1, received, c0, c1
+
+
+class Passed(NamedTuple):
+    """Moments of one envelope that is over, host clock, ns."""
+
+    a0: int
+    a1: int
+    received: int
+    c0: int
+    c1: int
+
 
 class Queued:
-    """The envelope of one slot, and what is known of it; used again for a later one.
+    """One envelope, and what is known of it; used again for a later one.
 
     Attributes:
-        giver: of the slot whose envelope gives this one its credit.
-        taker: of the slot whose envelope takes its place among the results.
+        giver: the envelope that gives this one its credit.
+        taker: the one that takes its place among the results.
         queued_ns: when the host had queued it.
+        passed: once it is finished.
         received_ns: when its result was; until that is known, the one's before it.
         credit_ns: when the result was received whose credit it took; 0: none needed.
-        times: once it is finished.
     """
 
     __slots__ = (
@@ -128,23 +139,23 @@ class Queued:
         "flight",
         "giver",
         "marks",
+        "passed",
         "queued_ns",
         "received_ns",
         "taker",
-        "times",
     )
     flight: Flight
     giver: Queued
     taker: Queued
-    times: Rank0Times
+    marks: Marks
+    passed: Passed
 
-    def __init__(self, marks: Marks) -> None:
-        self.marks = marks
+    def __init__(self) -> None:
         self.queued_ns = self.a1_ns = self.committed_ns = self.credit_ns = self.received_ns = 0
 
 
 class InFlight:
-    """For the thread that queues and finishes.
+    """For the thread that queues, finishes and settles.
 
     An event is asked for its time only, once it should be done: that says whether it is.
 
@@ -167,19 +178,19 @@ class InFlight:
     ) -> None:
         self._clock = clock
         self._a_spins = a_spins
-        self._history = QueueReplay(ledger)
+        self._apply, self._history = ledger.apply, QueueReplay()
         self._d_in, self._d_out = ledger.d_in, ledger.d_out
-        self._slots = [Queued(of_slot) for of_slot in marks]
-        slots = len(self._slots)
-        for number, one in enumerate(self._slots):
-            one.giver = self._slots[(number - self._d_in) % slots]
-            one.taker = self._slots[(number + self._d_out) % slots]
-        self._queued = self._finished = first  # envelopes
-        self._oldest = self._at(first)  # of those that are not finished
+        self._marks = marks
+        kept = len(marks) + UNSETTLED_MAX + self._d_in + self._d_out
+        self._all = [Queued() for _ in range(kept)]
+        for number, one in enumerate(self._all):
+            one.giver = self._all[number - self._d_in]
+            one.taker = self._all[(number + self._d_out) % kept]
+        self._queued = self._finished = self._settled = first  # envelopes
+        self._oldest = self._all[first % kept]  # of those that are not finished
         self._committed = self._received = first  # moves of theirs that are known
         self._committed_ns = self._received_ns = 0  # the newest of these
         self._rhythm = CompletionEstimate()
-        self._done_ns = 0  # the oldest was done, as ``is_oldest_done`` has found
 
     def __len__(self) -> int:
         return self._queued - self._finished
@@ -188,24 +199,28 @@ class InFlight:
     def oldest(self) -> Flight:
         return self._oldest.flight
 
+    @property
+    def unsettled(self) -> int:
+        """Envelopes that are finished and not settled."""
+        return self._finished - self._settled
+
     def marks(self, index: int) -> Marks:
         """The marks of envelope ``index``."""
-        return self._at(index).marks
+        return self._marks[index % len(self._marks)]
 
     def add(self, flight: Flight, queued_ns: int) -> None:
         """Everything of ``flight``, the next envelope, is queued."""
-        one = self._at(self._queued)
+        index = self._queued
+        one = self._all[index % len(self._all)]
+        one.marks = self._marks[index % len(self._marks)]
         one.flight, one.queued_ns, one.committed_ns = flight, queued_ns, 0
-        self._queued += 1
+        self._queued = index + 1
 
     def is_oldest_done(self) -> bool:
-        if self._finished == self._queued:
-            return False
-        done_ns = self._clock.host_ns(self._oldest.marks.c1)
-        if done_ns is None:
-            return False
-        self._done_ns = done_ns
-        return True
+        return (
+            self._finished != self._queued
+            and self._clock.host_ns(self._oldest.marks.c1) is not None
+        )
 
     def may_begin_now(self, *, is_fresh: bool) -> bool:
         """True when stage A of the next envelope has all it waits for, but one A before it at most.
@@ -230,33 +245,52 @@ class InFlight:
         """When the oldest should be done."""
         return self._rhythm.due_ns(self._oldest.queued_ns)
 
-    def finish(self) -> Queued:
-        """Pop the oldest, which is done; every move up to its end is applied, except the emit."""
-        one, index = self._oldest, self._finished
-        self._learn(self._done_ns)
+    def finish(self, now_ns: int) -> Queued:
+        """Pop the oldest, which is done: its marks may be used again, and the next one's turn
+        begins, for the watchdog.
+
+        At most ``UNSETTLED_MAX`` may be finished and not settled.
+        """
+        one = self._oldest
+        one.passed = passed = Passed(*self._clock.all_past_ns(one.marks))
         self._finished += 1
-        self._oldest = self._at(self._finished)
+        self._oldest = self._all[self._finished % len(self._all)]
+        if self._finished < self._queued:
+            self._oldest.flight.sent_ns = now_ns
+        self._rhythm.done(one.queued_ns, passed.c1)
+        return one
+
+    def settle(self) -> tuple[Queued, Rank0Times]:
+        """Returns the oldest one that is not settled, and its times; it is finished.
+
+        Every move up to its end is applied, the emit last.
+        """
+        index = self._settled
+        one = self._all[index % len(self._all)]
+        a0_ns, a1_ns, _, c0_ns, c1_ns = one.passed
+        self._learn(c1_ns)
+        self._settled = index + 1
         # what was learned by an older anchor of the clock may be some µs off against these
-        c0_ns = self._clock.past_ns(one.marks.c0)
         if index + self._d_out < self._received:  # the place freed here was taken
             c0_ns = min(c0_ns, one.taker.received_ns)
         c0_ns = max(c0_ns, one.received_ns + 1)
-        c1_ns = max(c0_ns, self._done_ns)
-        a0_ns = one.a1_ns - (one.marks.a1.ns_since(one.marks.a0) or 0)  # both are done
-        one.times = Rank0Times(a0_ns, one.a1_ns, one.committed_ns, one.received_ns, c0_ns, c1_ns)
-        self._history.add(c0_ns, QueueTransition.DECODE)
-        self._history.apply_until(c1_ns)
-        self._rhythm.done(one.queued_ns, c1_ns)
-        return one
+        c1_ns = max(c0_ns, c1_ns)
+        a0_ns += one.a1_ns - a1_ns  # a duration knows no anchor
+        self._history.add(c0_ns, _DECODE)
+        self._apply([*self._history.pop_until(c1_ns), (c1_ns, _EMIT)])
+        times = Rank0Times(a0_ns, one.a1_ns, one.committed_ns, one.received_ns, c0_ns, c1_ns)
+        return one, times
 
     def _learn(self, until_ns: int) -> None:
-        """Hear of the oldest one's moves, and of those of later ones up to ``until_ns``."""
-        slots, host_ns, add = self._slots, self._clock.host_ns, self._history.add
+        """Hear of the moves of the one that is settled, and of later ones' up to ``until_ns``."""
+        every, kept, settled, finished = self._all, len(self._all), self._settled, self._finished
+        host_ns, moves = self._clock.host_ns, self._history.known
         while self._received < self._queued:
-            if self._received > self._finished and self._received_ns > until_ns:
+            number = self._received
+            if number > settled and self._received_ns > until_ns:
                 break
-            one = slots[self._received % len(slots)]
-            at_ns = host_ns(one.marks.received)
+            one = every[number % kept]
+            at_ns = one.passed.received if number < finished else host_ns(one.marks.received)
             if at_ns is None:
                 break
             if self._a_spins:
@@ -264,27 +298,29 @@ class InFlight:
             # an older anchor may have put its commit later, or the receipt before
             at_ns = max(at_ns, one.committed_ns + 1, self._received_ns + 1)
             one.received_ns = self._received_ns = at_ns
-            self._received += 1
-            add(one.received_ns, QueueTransition.RECEIVE)
+            self._received = number + 1
+            heappush(moves, (at_ns, _RECEIVE))
         while self._committed < self._queued:
-            if self._committed > self._finished and self._committed_ns > until_ns:
+            number = self._committed
+            if number > settled and self._committed_ns > until_ns:
                 break
-            if self._committed - self._d_in >= self._received:  # its credit is not known
+            if number - self._d_in >= self._received:  # its credit is not known
                 break
-            one = slots[self._committed % len(slots)]
-            at_ns = host_ns(one.marks.a1)
+            one = every[number % kept]
+            at_ns = one.passed.a1 if number < finished else host_ns(one.marks.a1)
             if at_ns is None:
                 break
             one.a1_ns, one.credit_ns = at_ns, one.giver.received_ns
             one.committed_ns = self._committed_ns = max(at_ns, one.credit_ns)
-            self._committed += 1
-            add(one.committed_ns, QueueTransition.COMMIT)
+            self._committed = number + 1
+            heappush(moves, (one.committed_ns, _COMMIT))
 
     def _seen_ns(self, at_ns: int) -> int:
         """When the result whose receipt's event was at ``at_ns``, the next one, was seen first."""
-        taker = self._received + self._d_in
-        a0_ns = self._clock.host_ns(self.marks(taker).a0) if taker < self._queued else None
+        number = self._received + self._d_in
+        if number >= self._queued:
+            return at_ns
+        taker = self._all[number % len(self._all)]
+        is_over = number < self._finished
+        a0_ns = taker.passed.a0 if is_over else self._clock.host_ns(taker.marks.a0)
         return at_ns if a0_ns is None or a0_ns < at_ns - SIGHT_NS else min(at_ns, a0_ns)
-
-    def _at(self, index: int) -> Queued:
-        return self._slots[index % len(self._slots)]

@@ -257,8 +257,7 @@ class DevicePolicyRank(PolicyRank):
                 f"slot of envelope {index} (generation {self._parts.shape.generation}) holds "
                 f"{header[INDEX]} (generation {header[GENERATION]})"
             )
-        past_ns = self._parts.clock.past_ns
-        times = PolicyTimes(past_ns(plan.complete), past_ns(plan.b0), past_ns(plan.b1))
+        times = PolicyTimes(*self._parts.clock.all_past_ns(plan.moments))
         record = self._records.popleft()
         record.epoch, record.seq, record.phase = header[EPOCH], header[SEQ], self.phase
         record.drop = record.drop or FAILURES[header[FAILED]]
@@ -282,8 +281,8 @@ class DevicePolicyRank(PolicyRank):
         plan, host_ns = self._plan(self.progress), self._parts.clock.host_ns
         return (
             host_ns(plan.last) is not None
-            and host_ns(plan.named) is not None
             and host_ns(plan.complete) is not None
+            and (plan.named is plan.last or host_ns(plan.named) is not None)
         )
 
     def rest(self, limit_ns: int) -> None:
@@ -302,7 +301,7 @@ class DevicePolicyRank(PolicyRank):
             return self._rest_of_seen_ns()
         if now_ns() - self._newest_ns > BUSY_FOR_NS:
             return IDLE_NS
-        return max(POLL_NS, min(REST_NS, self._ahead // REST_SHARE * self._gap_ns))
+        return max(POLL_NS, min(REST_NS, self._ahead * self._gap_ns // REST_SHARE))
 
     def _rest_of_seen_ns(self) -> int:
         """Returns the rest until shortly before a stage B could begin that is queued when seen.

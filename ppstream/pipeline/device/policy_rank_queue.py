@@ -16,6 +16,8 @@ from ppstream.links.headers import EPOCH, FAILED
 from ppstream.policy.batch_sizes import PRESENT
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import numpy as np
     from numpy.typing import NDArray
 
@@ -23,6 +25,18 @@ if TYPE_CHECKING:
     from ppstream.links.device_link import DeviceLink, DeviceSlot
 
 _NAMES_AT: Final = EPOCH * WORD_BYTES  # in either header: epoch, seq, failed
+
+
+class StageMoments(NamedTuple):
+    """Moments of one envelope on the policy rank: a ``device_clock.TimedEvents``."""
+
+    complete: Any
+    b0: Any
+    b1: Any
+
+    def ns_since(self, earlier: Any) -> Sequence[int]:
+        """Device times since an event that is done; so are these."""
+        return [moment.ns_since(earlier) for moment in self]
 
 
 class SlotPlan(NamedTuple):
@@ -35,6 +49,7 @@ class SlotPlan(NamedTuple):
         present: of the envelope, bool ``[B]`` in host memory once ``complete`` is done; empty where
             nobody asks for it.
         complete: the envelope is there, all of it.
+        moments: its times.
         last: the result is sent, or at least behind B on its stream: its slot may be written again.
         carry: behind the result's header, before its send: epoch, seq and ``failed`` of the
             envelope. Nothing with one policy rank: rank 0 knows them.
@@ -47,8 +62,7 @@ class SlotPlan(NamedTuple):
     present: NDArray[np.bool]
     complete: CudaEvent
     named: CudaEvent
-    b0: CudaEvent
-    b1: CudaEvent
+    moments: StageMoments
     last: CudaEvent
     behind_receipt: LaunchSequence
     before_b: LaunchSequence
@@ -128,8 +142,7 @@ def _plan(
         present.numpy(),
         complete,
         named,
-        b0,
-        b1,
+        StageMoments(complete, b0, b1),
         b1 if from_b else sent,
         behind_receipt=LaunchSequence(*behind_receipt),
         before_b=LaunchSequence(b.to_record(b0)),

@@ -110,7 +110,7 @@ class Queueing:
         Nothing is under way.
         """
         parts = self._parts
-        events = [EventMarks(*(CudaEvent() for _ in Marks._fields)) for _ in parts.link.out]
+        events = [EventMarks(*(CudaEvent() for _ in EventMarks._fields)) for _ in parts.link.out]
         self.marks = [Marks(*each) for each in events]
         self._plans = [
             self._plan(parts, events, number, result)

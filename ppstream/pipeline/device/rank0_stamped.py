@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 
-from ppstream.cuda.device_stamps import SlotWords
+from ppstream.cuda.device_stamps import DeviceStamp, SlotWords
 from ppstream.cuda.driver import WRAP, LaunchSequence
 from ppstream.cuda.linear_graph import LinearGraph
 from ppstream.links.device_counters import HEADER_WORDS
@@ -45,6 +45,7 @@ _STAMPS: Final = 4
 _WAIT: Final = _STAMPS  # counts of the credit and of the place
 _TAKE: Final = _WAIT + 2  # the copies' count
 _SEND: Final = _TAKE + 1  # the slots' count, then the header
+_NO_STAMPS: Final = (0,) * _STAMPS
 _WIDTH: Final = -(-(_SEND + 1 + HEADER_WORDS) // 8) * 8
 
 
@@ -57,6 +58,27 @@ class _Kernels(NamedTuple):
     end_a: Launch  # of an A that is timed alone, in place of ``send``
     send: Launch
     take: Launch
+
+
+class StampMarks(Marks):
+    """As ``Marks``, of a slot's stamps."""
+
+    words: memoryview  # the four of the slot
+
+    @classmethod
+    def of(cls, slots: SlotWords, number: int) -> StampMarks:
+        a0, a1, c0, c1 = (slots.stamp(number, at) for at in range(_STAMPS))
+        # nothing is sent by a copy that takes the credit, and a result is received where C begins
+        marks = cls(a0, a1, a1, c0, c0, c1)
+        begin = number * slots.width
+        marks.words = slots.words[begin : begin + _STAMPS]
+        return marks
+
+    def ns_since(self, earlier: DeviceStamp) -> Sequence[int]:
+        """As ``Marks``."""
+        base_ns = earlier.ns
+        a0, a1, c0, c1 = self.words
+        return a0 - base_ns, a1 - base_ns, c0 - base_ns, c0 - base_ns, c1 - base_ns
 
 
 class StampedQueueing:
@@ -86,18 +108,7 @@ class StampedQueueing:
         self._wholes: list[Callable[[], None]] = []  # of each slot; empty: stage A is calls
         self._work_parts = parts.work_a.parts()
         self._made_for: Intake | None = None
-        stamp = self._slots.stamp
-        self.marks = [
-            Marks(
-                a0=stamp(number, _A0),
-                a1=stamp(number, _A1),
-                sent=stamp(number, _A1),  # of a copy that takes the credit, which none does here
-                received=stamp(number, _C0),
-                c0=stamp(number, _C0),
-                c1=stamp(number, _C1),
-            )
-            for number in range(slots)
-        ]
+        self.marks = [StampMarks.of(self._slots, number) for number in range(slots)]
 
     def _of(self, number: int, result: Slot) -> _Kernels:
         link, a, stamped = self._link, self._a, self._link.stamped
@@ -199,24 +210,29 @@ class StampedQueueing:
         self, kernels: _Kernels, flight: Flight, ends_ns: Sequence[int | None]
     ) -> None:
         """Stage A and its sending, as one graph; what it is made of cannot fail while queued."""
-        whole = self._wholes[flight.index % len(self._wholes)]
-        self._write_counts(flight.index)
-        self._write_message(flight)
-        self._stage_a.enqueue(flight, kernels.envelope, ends_ns, whole)
+        index, link = flight.index, self._link
+        number = index % len(self._wholes)
+        giver = index - self._d_in
+        self._slots.write(
+            number,
+            0,
+            *_NO_STAMPS,
+            link.count_of(giver),
+            (giver - self._d_out + 1) % WRAP,
+            self._taken_count,
+            *link.message_of(index, (flight.epoch, flight.seq, 0)),
+        )
+        self._stage_a.enqueue(flight, kernels.envelope, ends_ns, self._wholes[number])
 
     def _write_counts(self, index: int) -> None:
         """Clear the slot's stamps, and write the words that its wait reads."""
-        begin = index % len(self._kernels) * _WIDTH
-        words = self._slots.words
-        words[begin + _A0] = words[begin + _A1] = words[begin + _C0] = words[begin + _C1] = 0
-        words[begin + _WAIT] = self._link.count_of(index - self._d_in)
-        words[begin + _WAIT + 1] = (index - self._d_in - self._d_out + 1) % WRAP
+        number, giver = index % len(self._kernels), index - self._d_in
+        place = (giver - self._d_out + 1) % WRAP
+        self._slots.write(number, 0, *_NO_STAMPS, self._link.count_of(giver), place)
 
     def _write_message(self, flight: Flight) -> None:
         """Write the words that the slot's sending and the copy of its result read."""
         status = EnvelopeStatus(epoch=flight.epoch, seq=flight.seq, failed=flight.failed)
-        begin = flight.index % len(self._kernels) * _WIDTH
-        words = self._slots.words
-        words[begin + _TAKE] = self._taken_count
-        for at, word in enumerate(self._link.message_of(flight.index, status), begin + _SEND):
-            words[at] = word
+        message = self._link.message_of(flight.index, status)
+        number = flight.index % len(self._kernels)
+        self._slots.write(number, _TAKE, self._taken_count, *message)

@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
-from ppstream.cuda.device_stamps import SlotWords
+from ppstream.cuda.device_stamps import DeviceStamp, SlotWords
 from ppstream.cuda.driver import DriverCall, LaunchSequence
 from ppstream.cuda.linear_graph import LinearGraph
 from ppstream.links.device_counters import HEADER_WORDS
 from ppstream.links.headers import EPOCH, FAILED
+from ppstream.pipeline.device.policy_rank_queue import StageMoments
 from ppstream_kernels.cuda_put import Stamps
 
 if TYPE_CHECKING:
@@ -52,6 +53,24 @@ class _Graphs(NamedTuple):
 
     first: LinearGraph | None
     rest: LinearGraph
+
+
+class StageStamps(StageMoments):
+    """As ``StageMoments``, of a slot's stamps."""
+
+    words: memoryview  # the three of the slot
+
+    @classmethod
+    def of(cls, slots: SlotWords, number: int) -> StageStamps:
+        stamps = cls(*(slots.stamp(number, at) for at in (_COMPLETE, _B0, _B1)))
+        begin = number * slots.width
+        stamps.words = slots.words[begin + _COMPLETE : begin + _B1 + 1]
+        return stamps
+
+    def ns_since(self, earlier: DeviceStamp) -> Sequence[int]:
+        """As ``StageMoments``."""
+        base_ns = earlier.ns
+        return [ns - base_ns for ns in self.words]
 
 
 class HeldStageB:
@@ -115,11 +134,10 @@ class StampedHop:
     def queue_receive(self, index: int, stream: CudaStream | None = None) -> None:
         """As ``DeviceLink``, on ``receiving``; the plan's ``behind_receipt`` stamps it."""
         assert stream is None, "the stage's own wait is queued by queue_wait"
-        begin, words = index % len(self._kernels) * _WIDTH, self._slots.words
-        words[begin + _COMPLETE] = words[begin + _B0] = 0
-        words[begin + _B1] = words[begin + _LAST] = 0
+        number = index % len(self._kernels)
+        self._slots.write(number, _COMPLETE, 0, 0, 0, 0)
         self._link.queue_receive(index)
-        words[begin + _WAIT] = self._link.count_of(index)
+        self._slots.write(number, _WAIT, self._link.count_of(index))
 
     def queue_wait(self, index: int, stream: CudaStream) -> bool:
         """As ``DeviceLink``, on stage B's stream."""
@@ -131,9 +149,8 @@ class StampedHop:
 
     def queue_header(self, index: int, numbers: Sequence[int]) -> None:
         """As ``DeviceLink``; of the next slot, once."""
-        begin, words = index % len(self._kernels) * _WIDTH, self._slots.words
-        for at, word in enumerate(self._link.message_of(index, numbers), begin + _SEND):
-            words[at] = word
+        number = index % len(self._kernels)
+        self._slots.write(number, _SEND, *self._link.message_of(index, numbers))
         self._failed = numbers[FAILED - EPOCH] != 0
 
     def queue_send(self, index: int, stream: CudaStream | None = None) -> None:
@@ -172,6 +189,7 @@ class StampedHop:
     def _stamped(self, number: int, plan: SlotPlan) -> SlotPlan:
         stamp: Any = self._slots.stamp
         begin = number * _WIDTH + _NAMES
+        last = stamp(number, _LAST)
         complete, handle = self._kernels[number].complete, self.receiving.handle
 
         def queue() -> tuple[int]:
@@ -181,10 +199,9 @@ class StampedHop:
         return plan._replace(
             header=np.frombuffer(self._slots.words[begin : begin + HEADER_WORDS], np.int64),
             complete=stamp(number, _COMPLETE),
-            named=stamp(number, _LAST),
-            b0=stamp(number, _B0),
-            b1=stamp(number, _B1),
-            last=stamp(number, _LAST),
+            named=last,
+            moments=StageStamps.of(self._slots, number),
+            last=last,
             behind_receipt=plan.behind_receipt.then(DriverCall(queue, "a stamp")),
             before_b=_NOTHING,
             behind_b=_NOTHING,

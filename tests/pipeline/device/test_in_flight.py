@@ -8,14 +8,14 @@ import pytest
 
 from ppstream.core.errors import ProtocolError
 from ppstream.observe.log_writer import EnvelopeRecord
-from ppstream.pipeline.credits import CreditLedger
-from ppstream.pipeline.device import in_flight
+from ppstream.pipeline.credits import CreditLedger, QueueTransition
+from ppstream.pipeline.device.event_times import Rank0Times
 from ppstream.pipeline.device.in_flight import (
     CompletionEstimate,
     InFlight,
     Marks,
+    Queued,
     QueueReplay,
-    QueueTransition,
 )
 from ppstream.pipeline.flight import Flight
 
@@ -33,6 +33,10 @@ class At:
         return None if self.ns is None or earlier.ns is None else self.ns - earlier.ns
 
 
+ZERO = At()
+ZERO.ns = 0
+
+
 class Clock:
     """Maps by an anchor that can be renewed a little off."""
 
@@ -46,6 +50,9 @@ class Clock:
         found = self.host_ns(event)
         assert found is not None
         return found
+
+    def all_past_ns(self, events: Any) -> list[int]:
+        return [ns + self.offset_ns for ns in events.ns_since(ZERO)]
 
 
 class Rig:
@@ -63,11 +70,12 @@ class Rig:
         self.underway.add(Flight(index, 0, index, EnvelopeRecord()), index)
         return self.underway.marks(index)
 
-    def finish(self) -> in_flight.Queued:
+    def finish(self) -> tuple[Queued, Rank0Times]:
         assert self.underway.is_oldest_done()
-        one = self.underway.finish()
-        self.ledger.emit(one.times.c1)
-        return one
+        finished = self.underway.finish(0)
+        one, times = self.underway.settle()
+        assert one is finished
+        return one, times
 
 
 @pytest.fixture
@@ -88,8 +96,7 @@ def test_an_envelope_is_done_when_its_last_event_is(rig: Rig) -> None:
     marks.c1.ns = None
     assert not rig.underway.is_oldest_done()
     marks.c1.ns = 60
-    one = rig.finish()
-    assert one.times == (10, 20, 20, 50, 55, 60)
+    assert rig.finish()[1] == (10, 20, 20, 50, 55, 60)
     assert not rig.underway
 
 
@@ -100,8 +107,8 @@ def test_an_envelope_is_sent_when_it_has_both_its_window_and_its_credit(rig: Rig
     happen(marks[2], 30, 40, 90, 95, 99)  # its window was there before its credit
     happen(marks[3], 80, 85, 110, 115, 120)  # its credit was there before its window
     ones = [rig.finish() for _ in marks]
-    assert [one.times.committed for one in ones] == [20, 30, 50, 85]
-    assert [one.credit_ns for one in ones] == [0, 0, 50, 70]
+    assert [times.committed for _, times in ones] == [20, 30, 50, 85]
+    assert [one.credit_ns for one, _ in ones] == [0, 0, 50, 70]
 
 
 def test_counts_at_an_emit_are_those_of_the_device_then(rig: Rig) -> None:
@@ -109,8 +116,7 @@ def test_counts_at_an_emit_are_those_of_the_device_then(rig: Rig) -> None:
     happen(first, 10, 20, 50, 55, 70)
     second.a1.ns, second.received.ns = 30, 60
     third.a1.ns = 65
-    assert rig.underway.is_oldest_done()
-    rig.underway.finish()
+    rig.finish()
     assert (rig.ledger.outstanding, rig.ledger.q_decode) == (1, 1)  # the third, the second
     assert rig.ledger.outstanding_ns_total(70) == (50 - 20) + (60 - 30) + (70 - 65)
 
@@ -119,8 +125,7 @@ def test_what_happens_later_is_booked_later(rig: Rig) -> None:
     first, second = rig.add(0), rig.add(1)
     happen(first, 10, 20, 50, 55, 60)
     second.a1.ns = 61
-    assert rig.underway.is_oldest_done()
-    rig.underway.finish()
+    rig.finish()
     assert rig.ledger.outstanding == 0
 
 
@@ -131,7 +136,7 @@ def test_an_anchor_that_is_a_little_off_turns_no_order_round(rig: Rig) -> None:
     rig.finish()
     rig.clock.offset_ns = -5
     happen(second, 20, 30, 160, 162, 164)
-    times = rig.finish().times
+    times = rig.finish()[1]
     assert (times.received, times.c0, times.c1) == (160, 161, 161)
     assert rig.ledger.statistics().emitted == 2
 
@@ -147,7 +152,7 @@ def test_a_place_is_free_before_it_is_taken_whatever_the_anchor(
     rig.finish()
     rig.clock.offset_ns = 5  # the third's receipt is known by the old anchor, c0 before it is not
     happen(second, 20, 30, 57, 100, 150)
-    assert rig.finish().times.c0 == 102
+    assert rig.finish()[1].c0 == 102
 
 
 def test_a_result_comes_after_its_envelope_whatever_the_anchor(
@@ -160,7 +165,7 @@ def test_a_result_comes_after_its_envelope_whatever_the_anchor(
     rig.finish()
     rig.clock.offset_ns = -40
     happen(second, 52, 61, 95, 97, 99)
-    times = rig.finish().times
+    times = rig.finish()[1]
     assert times.committed < times.received < times.c0 <= times.c1
 
 
@@ -171,7 +176,7 @@ def test_a_duration_of_the_device_knows_no_anchor(rig: Rig) -> None:
     rig.finish()
     rig.clock.offset_ns = 7
     happen(second, 30, 34, 70, 75, 80)
-    times = rig.finish().times
+    times = rig.finish()[1]
     assert times.a1 - times.a0 == 4
 
 
@@ -184,7 +189,7 @@ def test_a_credit_is_known_however_far_ahead_the_host_has_queued(rig: Rig) -> No
     for index in range(3, 10):  # the last in the slot of the first, whose receipt was a credit
         rig.add(index)
     happen(marks[2], 30, 40, 90, 95, 99)
-    assert rig.finish().credit_ns == 50
+    assert rig.finish()[0].credit_ns == 50
 
 
 def test_receipts_keep_their_order_around_a_new_anchor(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,12 +218,12 @@ def test_a_credit_counts_from_where_a_saw_it_if_it_can_have(
     giver, taker = rig.add(0), rig.add(1)
     happen(giver, 10_000, 20_000, 100_000, 100_500, 110_000)
     taker.a0.ns = a0_ns
-    assert rig.finish().times.received == expected_ns
+    assert rig.finish()[1].received == expected_ns
 
 
 def test_moves_are_booked_by_time_however_they_became_known() -> None:
     ledger = CreditLedger(2, 1)
-    history = QueueReplay(ledger)
+    history = QueueReplay()
     for at_ns, move in (
         (30, QueueTransition.RECEIVE),
         (35, QueueTransition.DECODE),
@@ -226,7 +231,7 @@ def test_moves_are_booked_by_time_however_they_became_known() -> None:
         (20, QueueTransition.COMMIT),  # of the next, whose event was seen last
     ):
         history.add(at_ns, move)
-    history.apply_until(40)
+    ledger.apply(history.pop_until(40))
     record = EnvelopeRecord()
     ledger.write_counts(record, 40)
     assert (record.outstanding_max, record.q_decode_max) == (2, 1)
@@ -236,31 +241,31 @@ def test_moves_are_booked_by_time_however_they_became_known() -> None:
 
 def test_what_happened_later_stays_unbooked() -> None:
     ledger = CreditLedger(2, 1)
-    history = QueueReplay(ledger)
+    history = QueueReplay()
     history.add(10, QueueTransition.COMMIT)
     history.add(50, QueueTransition.COMMIT)
-    history.apply_until(49)
+    ledger.apply(history.pop_until(49))
     assert ledger.outstanding == 1
-    history.apply_until(50)
+    ledger.apply(history.pop_until(50))
     assert ledger.outstanding == 2
 
 
 def test_of_two_moves_at_one_instant_the_one_that_makes_room_goes_first() -> None:
     ledger = CreditLedger(1, 1)
-    history = QueueReplay(ledger)
+    history = QueueReplay()
     history.add(10, QueueTransition.COMMIT)
     history.add(20, QueueTransition.COMMIT)
     history.add(20, QueueTransition.RECEIVE)
-    history.apply_until(20)
+    ledger.apply(history.pop_until(20))
     assert (ledger.outstanding, ledger.q_decode) == (1, 1)
 
 
 def test_a_bound_that_the_devices_broke_is_found() -> None:
-    history = QueueReplay(CreditLedger(1, 1))
+    ledger, history = CreditLedger(1, 1), QueueReplay()
     history.add(10, QueueTransition.COMMIT)
     history.add(20, QueueTransition.COMMIT)
     with pytest.raises(ProtocolError, match="outstanding would become 2, bound 1"):
-        history.apply_until(20)
+        ledger.apply(history.pop_until(20))
 
 
 GAP, ALONE = 200, 650
