@@ -344,7 +344,7 @@ class Unproven:
 
     def hand_over(self, present: Sequence[bool]) -> None: ...
 
-    def is_kept(self) -> None: ...
+    def settle(self) -> None: ...
 
 
 def _host(spec: TensorSpec) -> dict[str, float]:
@@ -361,7 +361,7 @@ def _host(spec: TensorSpec) -> dict[str, float]:
             policy({}, outputs.given)
             written = time.perf_counter_ns()
             outputs.hand_over(HERE)
-            outputs.is_kept()
+            outputs.settle()
             found[name].append((time.perf_counter_ns() - written + filled - began) / 1e3)
         policy({}, slot.tensors)
         written = time.perf_counter_ns()
