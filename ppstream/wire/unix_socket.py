@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import mmap
 import os
 import resource
 import select
@@ -102,7 +103,7 @@ class _UnixSocket(ABC):
                 return error.errno or errno.EIO
         return 0
 
-    def _receive(self, connection: socket.socket) -> bytes | None:
+    def _receive(self, connection: socket.socket) -> bytes | memoryview | None:
         """The next message; None: there is none now, or it was malformed.
 
         Raises:
@@ -135,8 +136,8 @@ class _UnixSocket(ABC):
             for fd in fds:
                 os.close(fd)
 
-    def _carried(self, size: int, fds: list[int], *, is_cut: bool) -> bytes:
-        """The message that lies in the memory of a carrier's descriptor.
+    def _carried(self, size: int, fds: list[int], *, is_cut: bool) -> memoryview:
+        """The message that lies in the memory of a carrier's descriptor; not copied.
 
         Raises:
             ProtocolError: it is no carrier, or its memory could change or end while it is read.
@@ -156,10 +157,11 @@ class _UnixSocket(ABC):
             raise ProtocolError("memory that is not sealed, or of another size")
         if found.st_blocks * BLOCK_BYTES < length:
             raise ProtocolError("memory with holes: reading it would allocate pages here")
-        data = os.pread(fds[0], length, 0)  # half the time of mapping as much and letting go of it
-        if len(data) != length:
-            raise ProtocolError("memory that cannot be read")
-        return data
+        try:
+            flags = mmap.MAP_PRIVATE | mmap.MAP_POPULATE
+            return memoryview(mmap.mmap(fds[0], length, flags, mmap.PROT_READ))
+        except OSError as error:
+            raise ProtocolError("memory that cannot be mapped") from error
 
 
 class UnixServer(_UnixSocket):
@@ -268,7 +270,7 @@ class UnixServer(_UnixSocket):
                 self._by_fd[connection.fileno()] = peer, connection
             self._epoll.register(connection.fileno(), select.EPOLLIN)
 
-    def _next(self, fd: int) -> bytes | None:
+    def _next(self, fd: int) -> bytes | memoryview | None:
         """The next message of a connection, which is closed when its peer has left."""
         peer, connection = self._by_fd[fd]
         try:
