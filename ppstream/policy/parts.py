@@ -201,9 +201,12 @@ class Joined:
     ) -> None:
         """As ``Policy``, given what comes to the place; raises what a part raises."""
         known = dict(window)
-        present = known[PRESENT].numpy().copy() if self._is_host else ()  # as no part changes it
-        if rows is not None and self._is_host:
-            present[rows:] = 0  # those behind are not computed, whoever is there in a dry run
+        present: Rows = ()
+        if self._is_host:
+            there = known[PRESENT].numpy().copy()  # as no part changes it
+            if rows is not None:
+                there[rows:] = 0  # not computed, whoever is there in a dry run
+            present = there
         for name in self._carried:
             out[name].copy_(known[name], non_blocking=True)
         for step in self._steps:
