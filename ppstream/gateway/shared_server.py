@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import socket
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -57,15 +58,19 @@ class HandedOver(socket.socket):
 
     def accept(self) -> tuple[socket.socket, Any]:
         """As of any listening socket, also its errors."""
-        word, fds, _, _ = socket.recv_fds(self, 1, 1, socket.MSG_CMSG_CLOEXEC)
+        word, fds, _, _ = socket.recv_fds(self, 1, 1)
         if not word:
             self._on_end()
             raise BlockingIOError
+        if not fds:  # none was left for it
+            self.leave()
+            raise ConnectionAbortedError
+        os.set_inheritable(fds[0], False)  # noqa: FBT003 - takes no name
+        connection = socket.socket(fileno=fds[0])
         try:
-            (fd,) = fds
-            connection = socket.socket(fileno=fd)
             return connection, connection.getpeername()
-        except (ValueError, OSError) as error:  # no descriptor was left, or its client has left
+        except OSError as error:  # its client has left
+            connection.close()
             self.leave()
             raise ConnectionAbortedError from error
 

@@ -203,9 +203,10 @@ class Joined:
         known = dict(window)
         present: Rows = ()
         if self._is_host:
-            mine = known[PRESENT].numpy().copy()  # as no part changes it
-            mine[len(mine) if rows is None else rows :] = 0  # those behind are not computed
-            present = mine
+            there = known[PRESENT].numpy().copy()  # as no part changes it
+            if rows is not None:
+                there[rows:] = 0  # not computed, whoever is there in a dry run
+            present = there
         for name in self._carried:
             out[name].copy_(known[name], non_blocking=True)
         for step in self._steps:

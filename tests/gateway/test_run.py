@@ -26,6 +26,7 @@ from ppstream.analysis.judge import judge
 from ppstream.analysis.log_reader import read_run
 from ppstream.control.peer_process import children
 from ppstream.core.errors import ExitCode
+from ppstream.report.html.page import render_page
 from ppstream.report.text import render
 from ppstream.wire import groot
 from ppstream.wire.openpi import decode, encode
@@ -42,6 +43,14 @@ GROOT = (
     "gateway.0.map={joints='state.arm', gripper='state.grip', wrist='video.wrist'}",
     "gateway.0.action_keys={arm=[0, 7], grip=[7, 8]}",
 )
+TWO_WIRES = (
+    '{wire="openpi", listen="127.0.0.1:0", timeout_ms=5000, processes=2, map='
+    '{joints="observation/joint_position", gripper="observation/gripper_position", '
+    'wrist="observation/wrist_image_left"}}',
+    '{wire="groot", listen="127.0.0.1:0", timeout_ms=5000, action_keys={arm=[0, 7], grip=[7, 8]}, '
+    'map={joints="state.arm", gripper="state.grip", wrist="video.wrist"}}',
+)
+TAG = re.compile(r"<[^>]*>")
 #: Replies to a client, in this order, and what the log counts them as.
 TOLD = {
     "answered": "answered",
@@ -298,3 +307,48 @@ def is_cut_off(robot: ClientConnection) -> bool:
         return not robot.recv(60)
     except ConnectionClosed:
         return True
+
+
+def test_the_report_has_a_row_for_each_robot_of_each_wire(tmp_path: Path) -> None:
+    settings = (f"gateway=[{', '.join(TWO_WIRES)}]", "batch.rows=3")
+    with (
+        Ranks(tmp_path, *settings, config=DROID, world_size=1) as ranks,
+        zmq.Context() as context,
+        context.socket(zmq.DEALER) as robot,
+    ):
+        robot.set(zmq.IDENTITY, b"gr1")
+        robot.set(zmq.RCVTIMEO, 20_000)
+        robot.connect(ranks.gateway_address("groot"))
+        data = {"state.arm": np.ones((1, 7)), "state.grip": np.ones((1, 1))}
+        data["video.wrist"] = np.zeros((1, 8, 6, 3), np.uint8)
+        for given in (*[data] * 5, {}):
+            data["state.arm"] -= 1 / 64  # values that never change are a fault of the sensor
+            body = groot.encode({"endpoint": "get_action", "data": given})
+            robot.send_multipart([b"", body])
+            robot.recv_multipart()
+        for name, times in (("arm1", 4), ("arm2", 3)):
+            address = f"{ranks.gateway_address('openpi')}/robots/{name}"
+            with connect(address, compression=None, proxy=None) as client:
+                client.recv()
+                for number in range(times):
+                    client.send(encode(observation(number)))
+                    client.recv(20)
+                client.send(encode({"a": 1}))
+                client.recv(20)
+        ranks.processes[0].send_signal(signal.SIGTERM)
+        assert ranks.wait() == [ExitCode.DRAINED]
+    run = read_run(ranks.directory)
+    report = judge(run)
+    wanted = {("openpi", "arm1"): 4, ("openpi", "arm2"): 3, ("groot", "gr1"): 5}
+    rows = {(row["wire"], row["robot"]): row for row in report.as_dict()["requests"]}
+    assert {key: row["answered"] for key, row in rows.items()} == wanted
+    text = render(report)
+    page = TAG.sub(" ", render_page([(run, report)]))
+    for (wire, name), row in rows.items():
+        answered = wanted[wire, name]
+        assert (row["requests"], row["errors"]) == (answered + 1, {"bad_request": 1})
+        assert 0 < row["p50_ms"] <= row["max_ms"]
+        assert row["p99_ms"] is None  # too few to say
+        shown = rf"{wire}\s+{name}\s+{answered + 1}\s+{answered}\s"
+        assert re.search(shown, text)
+        assert re.search(shown, page)

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
+import torch
 from bench import clients, peers_robot
 from bench.clients import OPENPI, ROWS, ClientsCell
 from bench.peers_work import ACTION_DIM, Array, observation, policy
+from bench.policies import build_on_gpu
+
+from ppstream.config.load import read
 
 
 class Robot:
@@ -50,3 +56,35 @@ def test_eight_clients_are_judged_against_one_of_the_same_round() -> None:
     assert [target.met for target in targets] == [True, False]
     assert claims[0]["numbers"] == {"of": 20.0, "over": 150.0}
     assert clients.judged(found[6:]) == ([], [])
+
+
+@pytest.mark.parametrize(
+    ("work", "gpus", "ranks"),
+    [("frames", 1, 2), ("tiny", 1, 3), ("vla", 1, 2), *(("vla", n, n) for n in (2, 3, 4))],
+)
+def test_each_work_has_a_configuration_of_as_many_ranks(
+    tmp_path: Path, work: str, gpus: int, ranks: int
+) -> None:
+    config = read("bench", clients.settings(tmp_path, ROWS, work, gpus))
+    assert clients.ranks_of(work, gpus) == ranks
+    assert len(config.placement.policy) == ranks - 1
+    assert config.batch.rows >= 4
+    assert {*config.gateway[0].map} == {*observation(work)}
+    cameras = [values for values in observation(work).values() if values.ndim == 3]
+    sizes = [(s.image.height, s.image.width, 3) for s in config.streams if s.image is not None]
+    assert [values.shape for values in cameras] == sizes
+
+
+def test_the_miniature_of_a_cut_policy_answers_each_row_with_its_own_state() -> None:
+    parts = build_on_gpu({"work": "tiny"}, torch.device("cpu"))
+    for part in parts:
+        part.load()
+    given = {name: torch.from_numpy(values) for name, values in observation("tiny").items()}
+    state = torch.stack([given.pop("state"), torch.zeros(14)])
+    tensors = {f"{name}.frames": torch.rand(2, 1, 3, 56, 56) for name in given}
+    tensors |= {"state.values": state[:, None], "state.valid": torch.ones(2, 1, 1) > 0}
+    for part in parts:
+        for spec in part.outputs:
+            tensors[spec.name] = torch.zeros(2, *spec.shape, dtype=getattr(torch, spec.dtype))
+        part({spec.name: tensors[spec.name] for spec in part.inputs}, tensors)
+    assert torch.equal(tensors["actions"][:, 0], state[:, :ACTION_DIM])

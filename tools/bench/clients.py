@@ -93,6 +93,7 @@ SETTLE_S: Final = 1.0  # of each cell, left out
 LEASE_MS: Final = 2000
 MOST_HZ: Final = 100.0  # of one client
 RUN_S: Final = 600.0
+READY_LIMIT_S: Final = 240.0  # of a policy of billions of parameters, too
 TWO_RANKS: Final = 2
 WORDS: Final = {
     "pause": "a policy of 40 ms for 1 to 8 rows; a state of 14 values",
@@ -260,7 +261,7 @@ def serving(session: PeerBench, server: str, options: argparse.Namespace) -> Ite
         asked = [*settings(folder, server, work, options.gpus), *options.settings]
         world_size = 1 if server == ONE else ranks_of(work, options.gpus)
         with RankPair(folder, "bench", asked, world_size=world_size) as ranks:
-            address = listening(ranks)
+            address = listening(ranks, READY_LIMIT_S)
             served = ServerLog(f"unix://{folder}/robots" if server in ON_UNIX else address)
             yield served
             ranks.stop()

@@ -330,9 +330,9 @@ def gateway_settings(work: str) -> list[str]:
     return [f"gateway=[{{{gateway}}}]", "window.steps=1", "policy.options.steps=1", lasting]
 
 
-def listening(ranks: RankPair) -> str:
+def listening(ranks: RankPair, limit_s: float = READY_LIMIT_S) -> str:
     """The gateway's address once the run serves; raises NotServed with the output when it ends."""
-    deadline = time.monotonic() + READY_LIMIT_S
+    deadline = time.monotonic() + limit_s
     while time.monotonic() < deadline and all(p.poll() is None for p in ranks.processes):
         log = ranks.directory / "rank0.gen0.jsonl"
         is_ready = log.is_file() and '"phase":"ready"' in log.read_text()

@@ -1,0 +1,101 @@
+"""Connections that one process accepts and another serves; whole gateways stand in test_run.py."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from ppstream.config.gateway_rules import gateway_problems
+from ppstream.config.load import read
+from ppstream.gateway.shared_server import BEGUN, ENDED, HandedOver, process_count
+
+DROID = str(Path(__file__).parents[1] / "support" / "droid.toml")
+
+
+class Channel:
+    """Both ends of one, and connections to hand over."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        self.ours, theirs = socket.socketpair()
+        self.ends: list[str] = []
+        self.listener = HandedOver(theirs.detach(), lambda: self.ends.append("end"))
+        self._server = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        self._stack = stack
+        for one in (self.ours, self.listener):
+            one.settimeout(20)
+            stack.enter_context(one)
+
+    def hand_over(self) -> socket.socket:
+        """Returns the client's end."""
+        client = self._stack.enter_context(socket.create_connection(self._server.getsockname()))
+        accepted, _ = self._server.accept()
+        with accepted:
+            socket.send_fds(self.ours, (BEGUN,), (accepted.fileno(),))
+        return client
+
+
+@pytest.fixture
+def channel() -> Iterator[Channel]:
+    with ExitStack() as stack:
+        yield Channel(stack)
+
+
+def test_connections_arrive_one_by_one_and_their_ends_are_told(channel: Channel) -> None:
+    clients = [channel.hand_over() for _ in range(3)]
+    for client in clients:
+        served, address = channel.listener.accept()
+        with served:
+            assert address == client.getsockname()
+            assert not os.get_inheritable(served.fileno())
+            client.sendall(b"hello")
+            assert served.recv(5) == b"hello"
+        channel.listener.leave()
+        assert channel.ours.recv(64) == ENDED
+
+
+def test_a_client_that_has_left_meanwhile_is_told_as_ended(channel: Channel) -> None:
+    client = channel.hand_over()
+    linger = (1).to_bytes(4, "little") + bytes(4)
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+    client.close()  # with a reset: the connection has no peer any more
+    with pytest.raises(ConnectionAbortedError):
+        channel.listener.accept()
+    assert channel.ours.recv(64) == ENDED
+
+
+def test_the_end_of_the_accepting_process_is_told(channel: Channel) -> None:
+    channel.ours.close()
+    with pytest.raises(BlockingIOError):
+        channel.listener.accept()
+    assert channel.ends == ["end"]
+    channel.listener.leave()  # nobody hears it
+
+
+def test_auto_takes_a_process_for_each_row_and_leaves_half_of_the_cpus(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def count(rows: int, processes: str) -> int:
+        config = read(DROID, [f"batch.rows={rows}", f"gateway.0.processes={processes}"])
+        return process_count(config, config.gateway[0])
+
+    monkeypatch.setattr("ppstream.gateway.shared_server.usable_cpus", lambda: 12.5)
+    assert [count(rows, "auto") for rows in (1, 4, 16)] == [1, 4, 6]
+    assert count(1, "3") == 3
+    monkeypatch.setattr("ppstream.gateway.shared_server.usable_cpus", lambda: 1.0)
+    assert count(16, "auto") == 1
+
+
+def test_a_wire_whose_connections_cannot_be_shared_takes_no_number_of_processes() -> None:
+    config = read(DROID)
+    (openpi,) = config.gateway
+    groot = msgspec.structs.replace(openpi, wire="groot", processes=2)
+    found = [*gateway_problems(msgspec.structs.replace(config, gateway=(groot,)))]
+    assert "gateway[0].processes: got 2, want none: wire 'groot' has none" in found
+    auto = msgspec.structs.replace(groot, processes="auto")
+    assert process_count(msgspec.structs.replace(config, gateway=(auto,)), auto) == 1
