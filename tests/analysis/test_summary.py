@@ -66,6 +66,7 @@ def machine(**fields: Any) -> dict[str, Any]:
             serialized().tell(machine()),
             "first free the machine (load 9.5 on 2 CPUs), then see in the report what holds them",
         ),
+        (simulate(stages(b=200)).tell(machine()), "(NOTHING_TO_HIDE); first free the machine ("),
         (serialized().tell(machine(others_cpus=0.1)), "; first see in the report"),
         (
             serialized().set("config.bringup", {"accept": ["LOW_OVERLAP"]}),
