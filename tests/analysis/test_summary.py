@@ -74,6 +74,7 @@ def machine(**fields: Any) -> dict[str, Any]:
             ", so it serves robots all the same: it gives 50.0 chunks/s, and its stages run in turn"
             "; for more, see in the report what each stage waits for.",
         ),
+        (simulate(n=60).tell(machine()), "(TOO_FEW); first free the machine (load 9.5 on 2 CPUs)"),
         (simulate(n=60), "Nobody can tell yet whether this pipeline may drive a robot: too few"),
         (inline(), "from one process, and no gate has judged it: all stages run in turn and give"),
         (
