@@ -19,8 +19,8 @@ from ppstream.analysis.verdict import ACCEPTABLE
 
 #: Reasons that a busy machine gives.
 SLOWED: Final = frozenset(
-    {"CONTENDED", "DROPPED", "EXPIRED", "LOW_OVERLAP", "NOT_WARM", "UNNAMED_TIME"}
-    | {"SERVICE_DROPPED", "SERVICE_HELD", "SERVICE_SLOWER"}
+    {"CONTENDED", "DROPPED", "EXPIRED", "LOW_OVERLAP", "NOTHING_TO_HIDE", "NOT_WARM"}
+    | {"SERVICE_DROPPED", "SERVICE_HELD", "SERVICE_SLOWER", "TOO_FEW", "UNNAMED_TIME"}
 )
 OTHERS_MIN: Final = 0.5  # CPUs that other programs take: a busy machine
 OLDER_NS: Final = 10_000  # of actions: less is not worth a word

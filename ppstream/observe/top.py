@@ -26,13 +26,14 @@ from rich.text import Text
 from ppstream.core.clock import NS_PER_S, now_ns
 from ppstream.core.errors import ConfigError
 from ppstream.observe.run_folder import EventLog, events_in
+from ppstream.wire.robot_messages import SERVING
 
 PERIOD_S: Final = 1.0
 ANSWER_LIMIT_S: Final = 2.0
 HEAD_BYTES: Final = 65_536  # of a log: its first lines name the endpoint
 TAIL_BYTES: Final = 4 << 20  # and its last ones the newest events
 EVENTS: Final = 6
-BAR: Final = 30
+BAR: Final = 20  # a row of two stages fits 80 columns
 #: Events that a person at a terminal waits for.
 SHOWN: Final = frozenset(
     {"degraded", "epoch_cut", "fault", "phase", "refused", "replica_lost", "sensor", "verdict"}
@@ -128,9 +129,12 @@ def picture(
     """One frame, from two readings of every rank, the second a moment after the first."""
     zero = now[0]
     verdict = zero.label("ppstream_bringup_verdict", "verdict")
+    phase = zero.label("ppstream_phase", "phase")
+    if phase in SERVING and verdict not in ("", "PASS"):
+        verdict += ", accepted"  # else it would not serve
     facts = [
         zero.label("ppstream_run_info", "name") or "rank 0 does not answer",
-        zero.label("ppstream_phase", "phase"),
+        phase,
         f"bring-up {verdict}" if verdict else "",
         zero.label("ppstream_run_class", "class"),
     ]

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 FIELDS: Final = ("window_end_ns", "actions")  # of the replay's file
 REMEDY: Final = (
-    "repeat it as it was recorded: the same batch.rows, weights, limits, device and machine, and "
-    'frames as record.frames = "raw"'
+    "where they should be equal, repeat the run as it was recorded: the same batch.rows, weights, "
+    'limits, device and machine, and frames as record.frames = "raw"'
 )
 MISSING: Final = (
     "a window without a chunk: with several ranks a reset drops what is in flight, so replay with "

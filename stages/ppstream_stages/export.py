@@ -165,7 +165,7 @@ def _problems(target: str, parts: Sequence[object]) -> Iterator[str]:
     for part in parts:
         if not isinstance(part, NetworkPart):
             yield (
-                f"policy.target: {target} made a {type(part).__name__}, want parts that are "
+                f"policy.target: {target} gave {type(part).__name__}, want parts that are "
                 "NetworkPart, as those of ppstream_stages.act:build"
             )
         elif hasattr(part, "instruct"):

@@ -66,6 +66,7 @@ def machine(**fields: Any) -> dict[str, Any]:
             serialized().tell(machine()),
             "first free the machine (load 9.5 on 2 CPUs), then see in the report what holds them",
         ),
+        (simulate(stages(b=200)).tell(machine()), "(NOTHING_TO_HIDE); first free the machine ("),
         (serialized().tell(machine(others_cpus=0.1)), "; first see in the report"),
         (
             serialized().set("config.bringup", {"accept": ["LOW_OVERLAP"]}),
@@ -73,6 +74,7 @@ def machine(**fields: Any) -> dict[str, Any]:
             ", so it serves robots all the same: it gives 50.0 chunks/s, and its stages run in turn"
             "; for more, see in the report what each stage waits for.",
         ),
+        (simulate(n=60).tell(machine()), "(TOO_FEW); first free the machine (load 9.5 on 2 CPUs)"),
         (simulate(n=60), "Nobody can tell yet whether this pipeline may drive a robot: too few"),
         (inline(), "from one process, and no gate has judged it: all stages run in turn and give"),
         (

@@ -277,7 +277,7 @@ def test_a_window_that_differs_is_refused_with_every_reason(arm: Path, model: Pa
                 "policy.target=ppstream_stages.echo:build",
                 "policy.options={steps=4, dim=7, horizon=8, action_dim=3}",
             ],
-            "made a EchoPolicy, want parts that are NetworkPart",
+            "gave EchoPolicy, want parts that are NetworkPart",
         ),
     ],
 )

@@ -48,7 +48,7 @@ def test_speed_that_is_accepted_serves_and_ends_with_the_code_of_its_end(tmp_pat
     assert verdict["verdict"] == "FAIL"
     assert "LOW_OVERLAP" in verdict["accepted"]
     assert verdict["accepted"] == verdict["reasons"]
-    assert "SERVING, overlap refused: LOW_OVERLAP" in ranks.output()
+    assert "ppstream: bring-up FAIL, accepted: Its ranks work too little" in ranks.output()
     assert main([str(ranks.directory)]) == 0
     report = judge(read_run(ranks.directory))
     assert report.verdict is Verdict.FAIL

@@ -67,13 +67,32 @@ def test_busy_shares_and_rates_are_of_the_time_between_two_readings() -> None:
     one = [reading(t, (STAGE, {"stage": "B"}, 70 + b)) for t, b in ((0, 0), (2, 1.8))]
     text = seen({0: zero(0, 0), 1: one[0]}, {0: zero(2, 1), 1: one[1]}, ["phase: ready"])
     assert text.startswith("arm · ready\n")
-    assert "rank 0   █████████·····················  30%" in text  # (0.2 + 0.4) / 2 s
-    assert "rank 1   ███████████████████████████···  90%" in text
+    assert "rank 0   ██████··············  30%" in text  # (0.2 + 0.4) / 2 s
+    assert "rank 1   ██████████████████··  90%" in text
     assert "25.0 envelopes/s, 0.0 chunks/s" in text
     assert "latency  30.0 ms" in text
     assert "d_in 1 of 2" in text
     assert "dropped  sample passed_over 3 " in text
     assert "phase: ready" in text
+
+
+@pytest.mark.parametrize(
+    ("phase", "verdict", "says"),
+    [
+        ("ready", "FAIL", "ready · bring-up FAIL, accepted\n"),
+        ("ready", "PASS", "ready · bring-up PASS\n"),
+        ("draining", "FAIL", "draining · bring-up FAIL\n"),
+    ],
+)
+def test_a_run_that_serves_though_it_was_refused_says_so(
+    phase: str, verdict: str, says: str
+) -> None:
+    states = (
+        ("ppstream_run_info", {"name": "arm"}, 1),
+        ("ppstream_phase", {"phase": phase}, 1),
+        ("ppstream_bringup_verdict", {"verdict": verdict}, 1),
+    )
+    assert seen({0: reading(0, *states)}, {0: reading(2, *states)}, []).startswith(f"arm · {says}")
 
 
 def test_a_rank_that_does_not_answer_is_said() -> None:
