@@ -11,7 +11,6 @@ import os
 import platform
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext, suppress
-from functools import partial
 from typing import Any, Final
 
 import msgspec
@@ -36,7 +35,7 @@ from ppstream.launch.rank0_parts import Rank0Parts, rank0_parts
 from ppstream.links.factory import open_hops
 from ppstream.links.headers import ENVELOPE_HEADER, link_shape
 from ppstream.links.protocol import Hops, Neighbours
-from ppstream.links.replicas import ReplicasIn, in_turn, replica_folder
+from ppstream.links.replicas import in_turn, replica_folder
 from ppstream.links.slots import FRONT, LinkShape, Position, SlotLayout, new_slots
 from ppstream.observe.run_folder import Run, boot_id
 from ppstream.pipeline.bringup import bring_up
@@ -246,7 +245,9 @@ def _pipelined(
             assert isinstance(parts.stage_a, StageA), "placed so"
             hops = _open_hops(config, placement.link, policy_ranks, store, shape)
             stack.callback(hops.close)
-            losses = _bearing_losses(config, hops, policy_ranks, members, end)
+            losses = ReplicaLosses.of(config.placement, hops, policy_ranks, members, end.let_go)
+            if losses is not None:
+                end.bears_loss = losses.bears_the_silent
             logger.info("link %s: %s", hops.name, placement.why)
             if front is not None:
                 parts.stage_a.front = _front_parts(config, front, places[0], run_id)
@@ -288,30 +289,6 @@ def _open_hops(
             opened.callback(hops[-1].close)
         opened.pop_all()
     return in_turn(hops, shape)
-
-
-def _bearing_losses(
-    config: PipelineConfig,
-    hops: Hops,
-    policy_ranks: tuple[PolicyRankPeer, ...],
-    members: tuple[PolicyRankPeer, ...],
-    end: rank_exit.RankEnd,
-) -> ReplicaLosses | None:
-    """Returns the judge of lost replicas; None: there are no replicas."""
-    if not isinstance(hops.into, ReplicasIn):
-        return None
-    ranks = {found.rank: found for found in (*policy_ranks, *members)}
-    replicas = tuple(
-        tuple(ranks[rank] for rank in config.placement.mesh_of(leader.rank))
-        for leader in policy_ranks
-    )
-    losses = ReplicaLosses(config.placement.fewest, hops.into, replicas, end.let_go)
-    for replica, policy_rank in enumerate(policy_ranks):
-        policy_rank.name_of = partial(hops.into.name_of, replica)
-    for policy_rank in ranks.values():
-        policy_rank.bears_loss = losses.bears_the_silent
-    end.bears_loss = losses.bears_the_silent
-    return losses
 
 
 def _watch_policy(rank0: Rank0Loop) -> None:

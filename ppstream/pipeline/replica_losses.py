@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import logging
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from ppstream.core.errors import ExitCode, PeerLostError, PpstreamError
 from ppstream.core.user_code import message_of
+from ppstream.links.replicas import ReplicasIn
 from ppstream.wire.rank_messages import Goodbye
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from ppstream.config.schema import PlacementConfig
     from ppstream.core.waiter import Waiter
-    from ppstream.links.replicas import ReplicasIn
+    from ppstream.links.protocol import Hops
     from ppstream.pipeline.policy_rank_peer import PolicyRankPeer
     from ppstream.pipeline.rank0 import Rank0
 
@@ -55,6 +58,29 @@ class ReplicaLosses:
         self._let_go = let_go
         self._all = replicas
         self._go_on_with(replicas)
+
+    @classmethod
+    def of(
+        cls,
+        placement: PlacementConfig,
+        hops: Hops,
+        policy_ranks: tuple[PolicyRankPeer, ...],
+        members: tuple[PolicyRankPeer, ...],
+        let_go: Callable[[int], str],
+    ) -> ReplicaLosses | None:
+        """The judge of these ranks' losses, which they ask; None: there are no replicas."""
+        into = hops.into
+        if not isinstance(into, ReplicasIn):
+            return None
+        ranks = {found.rank: found for found in (*policy_ranks, *members)}
+        meshes = (placement.mesh_of(leader.rank) for leader in policy_ranks)
+        replicas = tuple(tuple(ranks[rank] for rank in mesh) for mesh in meshes)
+        losses = cls(placement.fewest, into, replicas, let_go)
+        for replica, policy_rank in enumerate(policy_ranks):
+            policy_rank.name_of = partial(into.name_of, replica)
+        for policy_rank in ranks.values():
+            policy_rank.bears_loss = losses.bears_the_silent
+        return losses
 
     def _go_on_with(self, left: tuple[tuple[PolicyRankPeer, ...], ...]) -> None:
         self._left = left
