@@ -297,10 +297,9 @@ class RankEnd:
 
     def leave_when_lost(self) -> None:
         """The peer hung up or ended: leave within a grace, even from inside a long stage."""
-        if self.is_drained or self.decided is not None or self.lookout is None:
+        if self.lookout is None or self.is_drained or self.decided or self.bears_loss():
             return
-        if not self.bears_loss():
-            self.lookout.leave_by(LOST_GRACE_S)
+        self.lookout.leave_by(LOST_GRACE_S)
 
     def let_go(self, rank: int) -> str:
         """The run goes on without a rank: its processes are ended; returns what was done."""

@@ -106,16 +106,21 @@ def run_back(config: PipelineConfig, end: rank_exit.RankEnd) -> str:
             met.append(loop)
             course.loop = loop
             end.on_stop = patience.on_signal
-            if end.lookout is not None:
-                loop.on_phase.append(end.lookout.on_phase)
-                if mesh is not None:
-                    end.lookout.listen_to(peer)
+            _look_out(end, loop, None if mesh is None else peer)
             guard.tell_linked()
             reason = loop.run(patience.is_over)
             log.flush()
         end.is_drained = True
         peer.send(Goodbye(int(ExitCode.DRAINED), reason))
         return reason
+
+
+def _look_out(end: rank_exit.RankEnd, loop: PolicyRank, rank0: Peer | None) -> None:
+    """Has the lookout know the phases, and listen to ``rank0`` where the loop may not get to."""
+    if end.lookout is not None:
+        loop.on_phase.append(end.lookout.on_phase)
+        if rank0 is not None:
+            end.lookout.listen_to(rank0)
 
 
 def _wait(course: rank_exit.Course) -> Wait | None:

@@ -11,7 +11,6 @@ import os
 import platform
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext, suppress
-from functools import partial
 from typing import Any, Final
 
 import msgspec
@@ -36,7 +35,7 @@ from ppstream.launch.rank0_parts import Rank0Parts, rank0_parts
 from ppstream.links.factory import open_hops
 from ppstream.links.headers import ENVELOPE_HEADER, link_shape
 from ppstream.links.protocol import Hops, Neighbours
-from ppstream.links.replicas import ReplicasIn, in_turn, replica_folder
+from ppstream.links.replicas import in_turn, replica_folder
 from ppstream.links.slots import FRONT, LinkShape, Position, SlotLayout, new_slots
 from ppstream.observe.run_folder import Run, boot_id
 from ppstream.pipeline.bringup import bring_up
@@ -300,17 +299,8 @@ def _bearing_losses(
     end: rank_exit.RankEnd,
     hops: ReplicaHops,
 ) -> ReplicaLosses:
-    """Returns the judge of lost replicas."""
-    ranks = {found.rank: found for found in (*policy_ranks, *members)}
-    replicas = tuple(
-        tuple(ranks[rank] for rank in config.placement.mesh_of(leader.rank))
-        for leader in policy_ranks
-    )
-    losses = ReplicaLosses(config.placement.fewest, hops, replicas, end.let_go)
-    for replica, policy_rank in enumerate(policy_ranks):
-        policy_rank.name_of = partial(hops.name_of, replica)
-    for policy_rank in ranks.values():
-        policy_rank.bears_loss = losses.bears_the_silent
+    """Returns the judge of lost replicas, which their ranks and the run's end ask."""
+    losses = ReplicaLosses.of(config.placement, hops, policy_ranks, members, end.let_go)
     end.bears_loss = losses.bears_the_silent
     return losses
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Final, Protocol
 
 from ppstream.core.errors import ExitCode, PeerLostError, PpstreamError
@@ -17,6 +18,7 @@ from ppstream.wire.rank_messages import Goodbye
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from ppstream.config.schema import PlacementConfig
     from ppstream.core.waiter import Waiter
     from ppstream.pipeline.policy_rank_peer import PolicyRankPeer
     from ppstream.pipeline.rank0 import Rank0
@@ -64,6 +66,26 @@ class ReplicaLosses:
         self._let_go = let_go
         self._all = replicas
         self._go_on_with(replicas)
+
+    @classmethod
+    def of(
+        cls,
+        placement: PlacementConfig,
+        hops: ReplicaHops,
+        policy_ranks: tuple[PolicyRankPeer, ...],
+        members: tuple[PolicyRankPeer, ...],
+        let_go: Callable[[int], str],
+    ) -> ReplicaLosses:
+        """The judge of these ranks' losses, which they ask."""
+        ranks = {found.rank: found for found in (*policy_ranks, *members)}
+        meshes = (placement.mesh_of(leader.rank) for leader in policy_ranks)
+        replicas = tuple(tuple(ranks[rank] for rank in mesh) for mesh in meshes)
+        losses = cls(placement.fewest, hops, replicas, let_go)
+        for replica, policy_rank in enumerate(policy_ranks):
+            policy_rank.name_of = partial(hops.name_of, replica)
+        for policy_rank in ranks.values():
+            policy_rank.bears_loss = losses.bears_the_silent
+        return losses
 
     def _go_on_with(self, left: tuple[tuple[PolicyRankPeer, ...], ...]) -> None:
         self._left = left

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from ranks import Ranks
+from ranks import NOTICED_BY, Ranks
 from recorded_runs import played
 from recording_files import made_recording
 from robot_rig import wait_until
 from served_replicas import ends_balanced, serves_degraded, serving
 
-pytestmark = pytest.mark.multirank
+pytestmark = [pytest.mark.multirank, pytest.mark.timeout(240)]  # five ranks on a busy machine
 
 ECHO = (
     "policy.target=ppstream_stages.echo:build",
@@ -126,7 +126,7 @@ OF_TWO_RANKS = (
     ids=["leader frozen", "member frozen", "member killed"],
 )
 def test_a_lost_rank_of_a_replica_takes_its_mesh_out(rank, number, tmp_path):
-    settings = *OF_TWO_RANKS, "placement.replicas_min=1"
+    settings = *OF_TWO_RANKS, *NOTICED_BY[number], "placement.replicas_min=1"
     with serving(tmp_path, *settings, replicas=2, mesh=2) as (run, came):
         os.kill(run.pid_of(rank), number)
         lost = (rank - 1) % 2 + 1

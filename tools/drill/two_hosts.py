@@ -34,20 +34,20 @@ RESTARTS: Final = 3
 LOST: Final = 20
 
 
-class Form(NamedTuple):
+class SpreadForm(NamedTuple):
     """A run on two hosts: its settings, and how many ranks each host has, rank 0 on the first."""
 
     settings: tuple[str, ...]
     ranks: tuple[int, int]
 
 
-PIPELINE: Final = Form((), (1, 1))
-CHAIN: Final = Form(CHAIN_SETTINGS, (2, 2))
+PIPELINE: Final = SpreadForm((), (1, 1))
+CHAIN: Final = SpreadForm(CHAIN_SETTINGS, (2, 2))
 #: The second replica is on the other host.
-REPLICAS: Final = Form((*REPLICA_SETTINGS, "placement.replicas=2"), (2, 1))
-SPARE_REPLICAS: Final = Form((*REPLICAS.settings, "placement.replicas_min=1"), REPLICAS.ranks)
+REPLICAS: Final = SpreadForm((*REPLICA_SETTINGS, "placement.replicas=2"), (2, 1))
+SPARE_REPLICAS: Final = SpreadForm((*REPLICAS.settings, "placement.replicas_min=1"), REPLICAS.ranks)
 #: The leader is on rank 0's host, the other member is not.
-MESH: Final = Form(MESH_SETTINGS, (2, 1))
+MESH: Final = SpreadForm(MESH_SETTINGS, (2, 1))
 
 
 class Started(NamedTuple):
@@ -57,22 +57,22 @@ class Started(NamedTuple):
     mark: str
 
 
-class Spread(NamedTuple):
+class SpreadRun(NamedTuple):
     """A run that spreads over two hosts."""
 
     folder: Path
     outcome: FaultOutcome
     hosts: tuple[Started, Started]
     scene: Scene
-    form: Form
+    form: SpreadForm
 
     def log(self, generation: int = 0) -> str:
-        """Rank 0's so far."""
+        """Rank 0's log so far."""
         path = self.folder / "latest" / f"rank0.gen{generation}.jsonl"
         return path.read_text() if path.exists() else ""
 
     def ends(self) -> dict[int, Any]:
-        """What ranks recorded as their ends, so far."""
+        """The ends that ranks have recorded so far."""
         try:
             found: dict[str, Any] = json.loads((self.folder / "latest" / "exit.json").read_text())
         except (OSError, ValueError):
@@ -118,10 +118,10 @@ class Spread(NamedTuple):
         judge_ledger(self.outcome, imbalances(self.folder / "latest"))
 
 
-Check = Callable[[Spread], None]
+Check = Callable[[SpreadRun], None]
 
 
-def refused(run: Spread) -> None:
+def refused(run: SpreadRun) -> None:
     """Without link.trusted_network nothing starts."""
     began = time.monotonic()
     for host in run.hosts:
@@ -136,7 +136,7 @@ def refused(run: Spread) -> None:
     run.outcome.seen = "refused with 11 and the reason"
 
 
-def cut(run: Spread) -> None:
+def cut(run: SpreadRun) -> None:
     """The cable is cut while the ranks serve: nobody is told, all end; plugged in, all serve."""
     ranks = range(sum(run.form.ranks))
     at_ns = now_ns()
@@ -148,7 +148,7 @@ def cut(run: Spread) -> None:
     _serves_again(run, at_ns)
 
 
-def cut_for_good(run: Spread) -> None:
+def cut_for_good(run: SpreadRun) -> None:
     """The same under launchers without restarts, which end, too."""
     ranks = range(sum(run.form.ranks))
     at_ns = now_ns()
@@ -161,7 +161,7 @@ def cut_for_good(run: Spread) -> None:
     run.stop(dict.fromkeys(ranks, LOST), at_ns)
 
 
-def cut_from_spare(run: Spread) -> None:
+def cut_from_spare(run: SpreadRun) -> None:
     """The cable to a replica that is not needed is cut: rank 0 goes on without it."""
     at_ns = now_ns()
     cut_cable()
@@ -174,7 +174,7 @@ def cut_from_spare(run: Spread) -> None:
     run.stop({0: 0, 1: 0, 2: LOST}, at_ns)
 
 
-def frozen(run: Spread) -> None:
+def frozen(run: SpreadRun) -> None:
     """All of the other host stands still, as a machine that swaps: its sockets stay open."""
     at_ns = now_ns()
     with _still(run.hosts[1]):
@@ -184,7 +184,7 @@ def frozen(run: Spread) -> None:
     _serves_again(run, at_ns)
 
 
-def frozen_spare(run: Spread) -> None:
+def frozen_spare(run: SpreadRun) -> None:
     """The host of a replica that is not needed stands still: rank 0 goes on without it."""
     at_ns = now_ns()
     with _still(run.hosts[1]):
@@ -196,7 +196,7 @@ def frozen_spare(run: Spread) -> None:
     run.stop({0: 0, 1: 0, 2: LOST}, at_ns)
 
 
-def restarted(run: Spread) -> None:
+def restarted(run: SpreadRun) -> None:
     """The other host's last rank is killed: both hosts' torchrun start anew, together."""
     victim = rank_pids(run.hosts[1].mark)[sum(run.form.ranks) - 1]
     at_ns = now_ns()
@@ -219,7 +219,7 @@ def _still(host: Started) -> Iterator[None]:
             os.kill(pid, signal.SIGCONT)
 
 
-def _serves_again(run: Spread, at_ns: int) -> None:
+def _serves_again(run: SpreadRun, at_ns: int) -> None:
     """Generation 1 becomes ready and moves the robot, and drains when it is asked to stop."""
     again_ns = now_ns()
     until("ready again", READY_LIMIT_S, lambda: '"ready"' in run.log(generation=1))
@@ -234,7 +234,7 @@ class HostFault(NamedTuple):
     ids: str
     does: str
     expected: str
-    form: Form
+    form: SpreadForm
     check: Check
     bound_s: float | None = GONE_S
     rendezvous: Literal["static", "c10d"] = "c10d"
@@ -268,7 +268,7 @@ class HostFault(NamedTuple):
                     Started(*stack.enter_context(launched(*command, module=module)))
                     for command in commands
                 ]
-                run = Spread(folder, outcome, (started[0], started[1]), scene, self.form)
+                run = SpreadRun(folder, outcome, (started[0], started[1]), scene, self.form)
                 if self.check is not refused:
                     scene.robot = scene.start_robot()
                     scene.wait_moving(READY_LIMIT_S)
