@@ -35,7 +35,7 @@ from ppstream.launch.rank0_parts import Rank0Parts, rank0_parts
 from ppstream.links.factory import open_hops
 from ppstream.links.headers import ENVELOPE_HEADER, link_shape
 from ppstream.links.protocol import Hops, Neighbours
-from ppstream.links.replicas import in_turn, replica_folder
+from ppstream.links.replicas import ReplicasIn, in_turn, replica_folder
 from ppstream.links.slots import FRONT, LinkShape, Position, SlotLayout, new_slots
 from ppstream.observe.run_folder import Run, boot_id
 from ppstream.pipeline.bringup import bring_up
@@ -44,7 +44,7 @@ from ppstream.pipeline.inline_executor import InlineExecutor
 from ppstream.pipeline.loop import Executor, Rank0Loop
 from ppstream.pipeline.mesh_faults import MeshFaults
 from ppstream.pipeline.policy_rank_peer import PolicyRankPeer
-from ppstream.pipeline.replica_losses import ReplicaHops, ReplicaLosses
+from ppstream.pipeline.replica_losses import ReplicaLosses
 from ppstream.pipeline.service import Service
 from ppstream.pipeline.split_executor import SplitExecutor
 from ppstream.pipeline.stage_a import LONG_FRONT_MS, FrontParts, StageA
@@ -228,6 +228,7 @@ def _pipelined(
         front = device_ranks.policy_at(places[0], built, config, device, run_id)
     shape = link_shape(config, places[0].outputs, places[-1].outputs, store.generation, ahead)
     policy_ranks, members = _policy_ranks(config, placement, peers)
+    bearing_losses = partial(ReplicaLosses.of, config.placement, policy_ranks, members, end)
     executor: Executor
     with course.step("the link, its slots and the first calls of parts here"):
         if placement.is_device_ordered:
@@ -235,7 +236,6 @@ def _pipelined(
             if front is not None:
                 prepared = device_ranks.prepare_policy(front, config, device, run_id, "a")
                 at_place_0 = places[0], prepared
-            bearing_losses = partial(_bearing_losses, config, policy_ranks, members, end)
             stage_a, executor = device_ranks.open_rank0(
                 parts, placement, policy_ranks, store, shape, at_place_0, bearing_losses
             )
@@ -248,7 +248,7 @@ def _pipelined(
             stack.callback(hops.close)
             losses = None
             if isinstance(hops.into, ReplicasIn):
-                losses = _bearing_losses(config, policy_ranks, members, end, hops.into)
+                losses = bearing_losses(hops.into)
             logger.info("link %s: %s", hops.name, placement.why)
             if front is not None:
                 parts.stage_a.front = _front_parts(config, front, places[0], run_id)
@@ -290,19 +290,6 @@ def _open_hops(
             opened.callback(hops[-1].close)
         opened.pop_all()
     return in_turn(hops, shape)
-
-
-def _bearing_losses(
-    config: PipelineConfig,
-    policy_ranks: tuple[PolicyRankPeer, ...],
-    members: tuple[PolicyRankPeer, ...],
-    end: rank_exit.RankEnd,
-    hops: ReplicaHops,
-) -> ReplicaLosses:
-    """Returns the judge of lost replicas, which their ranks and the run's end ask."""
-    losses = ReplicaLosses.of(config.placement, hops, policy_ranks, members, end.let_go)
-    end.bears_loss = losses.bears_the_silent
-    return losses
 
 
 def _watch_policy(rank0: Rank0Loop) -> None:

@@ -38,6 +38,19 @@ class ReplicaHops(Protocol):
         """Go on without a replica."""
 
 
+class EndOfRun(Protocol):
+    """What ends the run's processes, as far as losses go.
+
+    Attributes:
+        bears_loss: True when the run goes on without the ranks that fell silent.
+    """
+
+    bears_loss: Callable[[], bool]
+
+    def let_go(self, rank: int, /) -> str:
+        """End what is left of a rank, and ask for it no more; returns words on that."""
+
+
 class ReplicaLosses:
     """Judges and carries out the loss of a replica; for the thread that receives results.
 
@@ -71,20 +84,21 @@ class ReplicaLosses:
     def of(
         cls,
         placement: PlacementConfig,
-        hops: ReplicaHops,
         policy_ranks: tuple[PolicyRankPeer, ...],
         members: tuple[PolicyRankPeer, ...],
-        let_go: Callable[[int], str],
+        end: EndOfRun,
+        hops: ReplicaHops,
     ) -> ReplicaLosses:
-        """The judge of these ranks' losses, which they ask."""
+        """The judge of these ranks' losses, which they and ``end`` ask."""
         ranks = {found.rank: found for found in (*policy_ranks, *members)}
         meshes = (placement.mesh_of(leader.rank) for leader in policy_ranks)
         replicas = tuple(tuple(ranks[rank] for rank in mesh) for mesh in meshes)
-        losses = cls(placement.fewest, hops, replicas, let_go)
+        losses = cls(placement.fewest, hops, replicas, end.let_go)
         for replica, policy_rank in enumerate(policy_ranks):
             policy_rank.name_of = partial(hops.name_of, replica)
         for policy_rank in ranks.values():
             policy_rank.bears_loss = losses.bears_the_silent
+        end.bears_loss = losses.bears_the_silent
         return losses
 
     def _go_on_with(self, left: tuple[tuple[PolicyRankPeer, ...], ...]) -> None:
