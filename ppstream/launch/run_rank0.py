@@ -11,6 +11,7 @@ import os
 import platform
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext, suppress
+from functools import partial
 from typing import Any, Final
 
 import msgspec
