@@ -247,13 +247,14 @@ class RobotLink:
         if not self._is_gated or not self._visit.acquire(timeout=VISIT_S):
             return None
         self._guest = threading.get_ident()
-        is_sent = False
+        is_open = False
         try:
             is_sent = send()
             if is_sent:
                 self._gate.modify(self._socket.fd, 0)
+                is_open = True
         finally:
-            if not is_sent:
+            if not is_open:
                 self._end_visit()
         return is_sent
 
@@ -288,9 +289,11 @@ class RobotLink:
 
     def close_visit(self) -> None:
         """Let the link's thread read again. Raises ReceiverEndedError as ``send_and_work``."""
-        if not self.is_closing:  # else a callback may have closed it
-            self._gate.modify(self._socket.fd, select.EPOLLIN)
-        self._end_visit()
+        try:
+            if not self.is_closing:  # else a callback may have closed it
+                self._gate.modify(self._socket.fd, select.EPOLLIN)
+        finally:
+            self._end_visit()
         if self.failure is not None:
             self.raise_failure()
 
