@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import subprocess
 import sys
 import tomllib
@@ -46,14 +48,15 @@ def test_an_unknown_command_gets_a_hint(capsys: pytest.CaptureFixture[str]) -> N
 
 def test_a_reader_that_has_seen_enough_gets_no_traceback() -> None:
     command = [sys.executable, "-m", "ppstream.launch.commands", "explain", "--all"]
-    piped = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    assert piped.stdout is not None
-    assert piped.stderr is not None
-    piped.stdout.readline()
-    piped.stdout.close()
-    assert piped.stderr.read() == b""
-    assert piped.wait(60) == 141
-    piped.stderr.close()
+    read_fd, write_fd = os.pipe()
+    fcntl.fcntl(write_fd, fcntl.F_SETPIPE_SZ, 4096)  # far less than is printed
+    piped = subprocess.Popen(command, stdout=write_fd, stderr=subprocess.PIPE)
+    os.close(write_fd)
+    os.read(read_fd, 10)
+    os.close(read_fd)
+    _, errors = piped.communicate(timeout=60)
+    assert errors == b""
+    assert piped.returncode == 141
 
 
 def test_a_configuration_with_mistakes_is_refused_without_torch() -> None:
