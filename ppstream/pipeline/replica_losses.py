@@ -39,7 +39,7 @@ class ReplicaHops(Protocol):
 
 
 class EndOfRun(Protocol):
-    """What ends the run's processes, as far as losses go.
+    """Ends the run's processes, as far as losses go.
 
     Attributes:
         bears_loss: True when the run goes on without the ranks that fell silent.

@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, Any, Final
 from ppstream.core.clock import NS_PER_MS, NS_PER_S, Clock, now_ns
 from ppstream.core.errors import PpstreamError
 from ppstream.robot.answer import Answer, Asking
-from ppstream.robot.connection import RobotLink, Say
+from ppstream.robot.connection import RobotLink
 from ppstream.robot.contract import ask_contract, check_contract, streams_of
 from ppstream.robot.feedback import Feedback
 from ppstream.robot.outbox import Batch, Outbox, Stream, Values
 from ppstream.robot.session import RobotSession
 from ppstream.robot.statistics import ClientStatistics
 from ppstream.robot.timeline import ActionTimeline
+from ppstream.robot.told_wait import Say
 from ppstream.wire.keys import ClientKeys
 from ppstream.wire.robot_messages import (
     ActionChunk,
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from ppstream.robot.fleet_directory import FleetDirectory
 
 
-MERGED_MAX: Final = 256  # chunks between two turns; of more the newest count
+MERGED_MAX: Final = 256  # chunks that nothing was said of yet; of more the newest count
 
 
 class RobotClient:
@@ -117,12 +118,10 @@ class RobotClient:
         self._link: RobotLink | None = None
         self._asking = threading.Lock()
         self._asked: Asking | None = None
-        #: Chunks that nothing was said of yet, and when they came.
         self._merged: deque[tuple[ActionChunk, int]] = deque(maxlen=MERGED_MAX)
         self._is_closing = False
         self._counting = threading.Lock()
-        self._sent = 0
-        self._unsent = 0
+        self._sent = self._unsent = 0
         self._dropped: Counter[str] = Counter()
 
     @classmethod

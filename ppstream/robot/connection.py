@@ -14,10 +14,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
-from ppstream.core.clock import NS_PER_MS, NS_PER_S, Clock, now_ns
+from ppstream.core.clock import NS_PER_MS, Clock, now_ns
 from ppstream.core.errors import HandshakeError, PeerLostError, PpstreamError, ReceiverEndedError
 from ppstream.core.waiter import Waiter
 from ppstream.robot.session import HOPELESS, RobotSession
+from ppstream.robot.told_wait import Say, Told, wait_for
 from ppstream.wire.endpoints import unix_path
 from ppstream.wire.fields import DECODE_ERRORS, encoder
 from ppstream.wire.keys import ClientKeys
@@ -43,12 +44,8 @@ logger = logging.getLogger("ppstream")
 SLICE_NS: Final = 50 * NS_PER_MS  # of a guest's wait: so late it sees that the link is closed
 GIVE_UP_NS: Final = 500 * NS_PER_MS  # without a session at one server of a fleet: ask for another
 LEAVING: Final = frozenset({"draining", "stopped"})  # phases of a server that is about to go
-SILENT_NS: Final = 2 * NS_PER_S  # no shorter wait is worth a word
-SAID_NS: Final = 10 * NS_PER_S  # between two words on the same wait
 VISIT_S: Final = 0.002  # for what the link's thread is reading; an event loop may wait so long
 JOIN_S: Final = 2.0  # the thread waits for nothing that wake() does not end
-
-Say = Callable[[str], object]  # such as print
 
 
 class RobotLink:
@@ -121,7 +118,7 @@ class RobotLink:
         return self._socket.send(encoder.encode(message))
 
     def wait_open(self, timeout_s: float, say: Say | None = None) -> None:
-        """Wait for a session; ``say`` as ``_wait_for``.
+        """Wait for a session; ``say`` as ``told_wait.wait_for``.
 
         Raises:
             HandshakeError: the server refuses this robot for good; the message is the difference.
@@ -139,7 +136,8 @@ class RobotLink:
         def is_over() -> bool:
             return bool(session.session or session.is_hopeless or self.failure)
 
-        self._wait_for(is_over, timeout_s, say, why_not)
+        told = Told(say, self._endpoint, why_not)
+        wait_for(self.changed, is_over, timeout_s, told)
         with self.changed:
             is_open, refused = session.session != 0, session.refused
         self.raise_failure()
@@ -152,7 +150,7 @@ class RobotLink:
     def wait_executable(self, timeout_s: float | None, say: Say | None = None) -> bool:
         """Wait for a phase in which actions may be executed; False when it did not come in time.
 
-        ``say`` as ``_wait_for``.
+        ``say`` as ``told_wait.wait_for``.
 
         Raises:
             ReceiverEndedError: the link's thread has ended by an exception.
@@ -161,37 +159,10 @@ class RobotLink:
         def is_over() -> bool:
             return bool(self.session.executable or self.failure)
 
-        self._wait_for(is_over, timeout_s, say, lambda: f"the run is {self.session.phase}")
+        told = Told(say, self._endpoint, lambda: f"the run is {self.session.phase}")
+        wait_for(self.changed, is_over, timeout_s, told)
         self.raise_failure()
         return self.session.executable
-
-    def _wait_for(
-        self,
-        is_over: Callable[[], bool],
-        timeout_s: float | None,
-        say: Say | None,
-        why_not: Callable[[], str],
-    ) -> None:
-        """Wait, and have ``say`` told what for: after 2 s, when that changes, and each 10 s."""
-        began_ns = now_ns()
-        until_ns = None if timeout_s is None else began_ns + round(timeout_s * NS_PER_S)
-        said, due_ns = "", began_ns + SILENT_NS
-        while True:
-            left_ns = [] if until_ns is None else [until_ns - now_ns()]
-            if say is not None:
-                left_ns.append(SLICE_NS)
-            with self.changed:
-                limit_s = max(0, min(left_ns)) / NS_PER_S if left_ns else None
-                if self.changed.wait_for(is_over, limit_s):
-                    return
-                why = why_not()
-            now = now_ns()
-            if until_ns is not None and now >= until_ns:
-                return
-            if say is not None and now - began_ns >= SILENT_NS and (why != said or now >= due_ns):
-                waited_s = (now - began_ns) // NS_PER_S
-                say(f"waiting for {self._endpoint}: {why} ({waited_s} s)")
-                said, due_ns = why, now + SAID_NS
 
     def raise_failure(self) -> None:
         """Raises ReceiverEndedError when the link's thread has ended by an exception."""
