@@ -16,7 +16,7 @@ Say = Callable[[str], object]  # such as print
 
 
 class Told(NamedTuple):
-    """Who is told of a wait, and what."""
+    """Names who is told of a wait, and what."""
 
     say: Say | None  # None: nobody
     whom: str  # is waited for
