@@ -159,13 +159,11 @@ class RankEnd:
 
     def print_first_failure(self, code: ExitCode) -> None:
         """One line that stands above the launcher's many, unless it is this rank itself."""
-        first = self.run.first_to_fail(self.generation) if self.run is not None else None
+        first = self.run and self.run.failed_before(self.rank, self.generation)
         if self.launcher_lost is not None:
             return  # the last line says it
-        if first is not None and first[0] != self.rank:
-            rank, end = first
-            why = end["reason"].partition("\n")[0]
-            text = f"rank {rank}: exit {end['code']} {end['name']} {why}"
+        if first:
+            text = f"rank {first[0]}: {first[1].reported.partition(chr(10))[0]}"
         elif self.peer_reason is not None:
             text = f"{self._another}: {self.peer_reason.partition(chr(10))[0]}"
         elif code is ExitCode.PEER_LOST:
@@ -242,10 +240,12 @@ class RankEnd:
 
         Raises:
             StoppedEarlyError: somebody wants this run to stop, or the launcher does because the
-                other rank is gone.
+                other rank is gone: with what that recorded, as its goodbye was not read.
         """
         self._asked_early = name
         if any(process.wait_gone(0) for process in self.processes.values()):
+            if first := self.run and self.run.failed_before(self.rank, self.generation):
+                raise StoppedEarlyError(str(first[1]), first[1].exit_code)
             raise StoppedEarlyError(self._how_gone(), ExitCode.PEER_LOST)
         raise StoppedEarlyError(f"{name} before the run was ready")
 

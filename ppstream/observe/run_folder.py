@@ -21,7 +21,7 @@ from typing import Any, Final
 
 from ppstream import native
 from ppstream.control.peer_process import start_time
-from ppstream.core.errors import FINAL_CODES, OTHER_LEFT, ConfigError, ExitCode
+from ppstream.core.errors import FINAL_CODES, OTHER_LEFT, ConfigError, ExitCode, PeerLeftError
 
 SCHEMA: Final = "ppstream.log/1"
 ROBOT_STORY: Final = "robot.txt"  # what the embedded robot says at its end
@@ -193,6 +193,13 @@ class Run:
         failed = [found for found in failed if found[2].get("generation") == generation]
         _, rank, end = min(failed, default=(None, -1, {}), key=lambda found: (found[0], found[1]))
         return (rank, end) if end else None
+
+    def failed_before(self, rank: int, generation: int) -> tuple[int, PeerLeftError] | None:
+        """The rank that failed first, and how it left; None if that is ``rank`` itself, or none."""
+        first = self.first_to_fail(generation)
+        if first is None or first[0] == rank:
+            return None
+        return first[0], PeerLeftError(first[1]["code"], first[1]["reason"])
 
     def final_code(self) -> ExitCode | None:
         """Returns an earlier generation's exit code, when restarting cannot improve it."""

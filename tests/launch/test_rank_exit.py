@@ -343,6 +343,17 @@ def test_a_stop_signal_behind_a_dead_rank_is_no_stop():
     assert how_it_ends(told.value)[0] is ExitCode.PEER_LOST
 
 
+def test_a_stop_signal_behind_a_rank_that_recorded_why_it_left_has_its_code(tmp_path):
+    """The launcher's signal may be faster than the other rank's goodbye is read."""
+    end = RankEnd(0)
+    end.run = Run(tmp_path)
+    end.processes[1] = OtherProcess(leaves=True)
+    end.run.record_exit(1, ExitCode.CONFIG, "no such module", generation=end.generation)
+    with pytest.raises(StoppedEarlyError, match="left with 11 CONFIG: no such module") as told:
+        end.stop_early("SIGTERM")
+    assert how_it_ends(told.value)[0] is ExitCode.CONFIG
+
+
 def test_a_stop_signal_inside_the_start_of_a_thread_breaks_neither(monkeypatch):
     ignored = []
     began = threading.Event()
