@@ -27,7 +27,7 @@ from real_runs import POLL_S, ROOT, RankPair, free_port
 from ppstream.config.load import read
 
 CONFIG: Final = str(Path(__file__).with_name("drill.toml"))
-READY_LIMIT_S: Final = 90.0
+READY_LIMIT_S: Final = 180.0
 END_LIMIT_S: Final = 30.0
 MOVING_TICKS: Final = 10
 STARTS_MAX: Final = 3
