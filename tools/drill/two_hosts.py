@@ -28,7 +28,7 @@ from real_runs import free_port
 
 from ppstream.core.clock import NS_PER_S, now_ns
 
-GONE_S: Final = 3.5  # until a silence of 1.5 s has ended or degraded a run
+GONE_S: Final = 4.0  # until a silence of 1.5 s has ended or degraded a run
 NOTICED_S: Final = 60.0  # what must happen happens within this, however busy the machine is
 RESTARTS: Final = 3
 LOST: Final = 20
