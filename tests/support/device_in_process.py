@@ -52,6 +52,7 @@ from ppstream.pipeline.credits import CreditLedger
 from ppstream.pipeline.decode import CopyDecoder
 from ppstream.pipeline.device import policy_rank as device_policy_rank
 from ppstream.pipeline.device.executor import DeviceExecutor
+from ppstream.pipeline.device.in_flight import SIGHT_NS
 from ppstream.pipeline.device.policy_rank import DevicePolicyRank, PolicyDevice
 from ppstream.pipeline.device.rank0_queue import Rank0Device, Streams
 from ppstream.pipeline.device.stage_a import DeviceFrontParts
@@ -467,3 +468,13 @@ class DevicePipeline:
         waiter = Waiter()
         self._stack.callback(waiter.close)
         return waiter
+
+
+def assert_in_bounds(envelopes: list[dict[str, Any]], depth: int, credit: str) -> None:
+    """No envelope goes beyond D_in and D_out of ``depth``, and none begins without its credit."""
+    assert all(line["outstanding_max"] <= depth for line in envelopes)
+    assert all(line["q_decode_max"] <= depth for line in envelopes)
+    for giver, taker in zip(envelopes, envelopes[depth:], strict=False):
+        assert taker["tSend"] >= giver["tRecv"]  # no credit, no send
+        if credit == "before_window":
+            assert taker["tA0"] >= giver["tRecv"] - SIGHT_NS  # nor a window

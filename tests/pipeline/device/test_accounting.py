@@ -13,8 +13,6 @@ from types import FrameType
 from typing import Any
 
 import pytest
-from device_in_process import GPUS, DevicePipeline
-from pipeline_in_process import NewestValues, small_config
 
 import ppstream
 from ppstream.core.clock import NS_PER_MS, NS_PER_S, now_ns
@@ -27,15 +25,6 @@ from ppstream.pipeline.pacing import OnTick
 
 #: Of ppstream's Python functions an envelope, with those of windows that the host cuts here.
 CALLS_MAX = 72
-
-
-@pytest.fixture
-def build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    def make(*overrides: str, policy: NewestValues | None = None, **more: Any) -> DevicePipeline:
-        config = small_config(*GPUS, *overrides)
-        return DevicePipeline(config, policy or NewestValues(), tmp_path, monkeypatch, **more)
-
-    return make
 
 
 @pytest.fixture(params=["events", "stamps", "graphs"])

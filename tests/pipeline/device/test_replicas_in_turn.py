@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from device_in_process import GPUS, DevicePipeline
+from device_in_process import GPUS, DevicePipeline, assert_in_bounds
 from pipeline_in_process import NewestValues, small_config
 from robot_rig import wait_until
 
@@ -22,7 +22,6 @@ from ppstream.core.errors import PeerLostError
 from ppstream.ingest.synthetic import SyntheticSource
 from ppstream.links.device_link import AHEAD
 from ppstream.pipeline.bringup import time_isolated_stages
-from ppstream.pipeline.device.in_flight import SIGHT_NS
 from ppstream.pipeline.pacing import Saturated
 
 LIMIT_S = 60.0
@@ -96,12 +95,7 @@ def test_envelopes_go_out_in_turn_and_are_answered_in_order_and_in_bounds(
     assert answered == [(seq, seq % replicas + 1) for seq in range(RUN)]
     assert [line["replica"] for line in envelopes] == [rank for _, rank in answered]
     assert own == [list(range(k, RUN, replicas)) for k in range(replicas)]
-    assert all(line["outstanding_max"] <= depth for line in envelopes)
-    assert all(line["q_decode_max"] <= depth for line in envelopes)
-    for giver, taker in zip(envelopes, envelopes[depth:], strict=False):
-        assert taker["tSend"] >= giver["tRecv"]  # no credit, no send
-        if credit == "before_window":
-            assert taker["tA0"] >= giver["tRecv"] - SIGHT_NS  # nor a window
+    assert_in_bounds(envelopes, depth, credit)
 
 
 def test_replicas_work_at_the_same_time(build: Build) -> None:
