@@ -2,11 +2,14 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 from pathlib import Path
 
 import pytest
 
 os.environ["OMP_NUM_THREADS"] = "1"  # torch asks once; tests run beside each other
+# A shell that starts them with & has them ignore Ctrl-C, and so would all that they start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(params=["tcp", "unix"])
