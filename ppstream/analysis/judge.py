@@ -332,13 +332,11 @@ def _service_reasons(run: RunLog, ready: list[Envelope]) -> dict[str, str]:
     began = min((e.tA0 for e in ready if e.tA0 is not None), default=None)
     ended = max((e.tEmit for e in ready if e.tEmit is not None), default=None)
     lasted_ns = ended - began if began is not None and ended is not None else 0
-    held_ns = max((robot.held_ns or 0 for robot in run.robot_states), default=0)
-    if lasted_ns > 0 and held_ns > HELD_MAX * lasted_ns:
-        faults = sum(robot.faults or 0 for robot in run.robot_states)
-        newest = next((robot.fault for robot in run.robot_states if robot.fault), None)
+    worst = max(run.robot_states, key=lambda robot: robot.held_ns or 0, default=None)
+    if worst is not None and 0 < HELD_MAX * lasted_ns < (held_ns := worst.held_ns or 0):
         found["SERVICE_HELD"] = (
-            f"a robot held {min(1.0, held_ns / lasted_ns):.0%} of the time, {faults} faults"
-            + (f", the newest: {newest}" if newest else "")
+            f"robot {worst.name} held {min(1.0, held_ns / lasted_ns):.0%} of the time, "
+            f"{worst.faults or 0} faults" + (f", the newest: {worst.fault}" if worst.fault else "")
         )
     lost = [e.drop for e in ready if e.drop is not None and e.drop not in HARMLESS]
     if len(lost) > DROPPED_MAX * len(ready):

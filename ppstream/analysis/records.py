@@ -423,6 +423,12 @@ class RobotStateLine(NamedTuple):
     faults: int | None
     fault: str | None  # the newest one
     chunk_gap_ns: int | None  # longest time between two chunks
+    robot: str | None = None  # its name; None: a log that has none
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return self.robot or f"of session {self.session:x}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -404,7 +404,7 @@ def _request_lines(rows: Sequence[RobotRequests], columns: int) -> Iterator[str 
 
 def _robot_parts(robot: RobotStateLine) -> Iterator[str]:
     """One session's own account; what it did not say is left out."""
-    yield f"session {robot.session:x}"
+    yield robot.name
     if robot.holds is not None:
         held = "" if robot.held_ns is None else f" for {ms(robot.held_ns)}"
         yield f"{robot.holds} holds{held}"

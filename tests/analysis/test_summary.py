@@ -158,9 +158,9 @@ def test_service_that_was_not_like_bring_up_says_so_in_the_sentence() -> None:
     golden = served(simulate(), period_ms=40)
     golden.tell({"kind": "robot_state", "session": 7, "t": 5, "holds": 3, "held_ns": ms(4000)})
     assert judged(golden).sentence == (
-        "Look at this run before you drive a robot again: bring-up passed, then a robot held 30% "
-        "of the time, 0 faults (SERVICE_HELD); first see in the report how long it had no new "
-        "chunk, and why."
+        "Look at this run before you drive a robot again: bring-up passed, then robot of session 7 "
+        "held 30% of the time, 0 faults (SERVICE_HELD); first see in the report how long it had "
+        "no new chunk, and why."
     )
 
 
