@@ -79,7 +79,7 @@ def open_gloo(ends: Neighbours, store: Store, shape: LinkShape, timeout_s: float
 
 
 def _until_ns(out: GlooOut, peer: Peer) -> int:
-    """How long the end of a hop that leads to ``peer`` may take."""
+    """The instant from which nobody waits for the end of a hop to ``peer``."""
     return out.ended_ns if peer.lost_ns is not None else out.close_by_ns
 
 

@@ -48,7 +48,7 @@ Note: TypeAlias = ChunkReport | ResetRequest | Ping | Instruct | ClockReading | 
 
 
 class NamedRobotState(RobotState, frozen=True):
-    """What a robot says of itself, with the name that its session gave."""
+    """A robot's account of itself, with the name that its session gave."""
 
     robot: str = ""
 
