@@ -186,9 +186,9 @@ class _Sorted:
         if any(n is not None and not 0 <= n <= COUNT_MAX for n in counts.values()):
             self.unbelievable += 1
             return
-        texts = {name: text_of(found.get(name)) for name in ("fault", "robot")}
-        said = {name: shown(text) if text else None for name, text in texts.items()}
-        state = RobotStateLine(session or 0, **said, **counts)
+        texts = (text_of(found.get(name)) for name in ("fault", "robot"))
+        fault, robot = (shown(text) if text else None for text in texts)
+        state = RobotStateLine(session or 0, fault=fault, robot=robot, **counts)
         self.states[line.generation, state.session] = state
 
     def _ledger(self, line: LogLine) -> None:
