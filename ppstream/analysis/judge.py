@@ -135,6 +135,7 @@ def _report(findings: Diagnosis, queues: QueueMaxima, service: ServiceReport | N
         better_cut=findings.better_cut,
         requests=run.requests,
         policy=_policy(run),
+        simulated_ms=_simulated_ms(run),
     )
 
 
@@ -205,6 +206,13 @@ def _policy(run: RunLog) -> PolicySeen | None:
     found = table.get("target"), table.get("weights"), digest
     target, weights, sha256 = (text if isinstance(text, str) else None for text in found)
     return None if target is None else PolicySeen(target, weights, sha256)
+
+
+def _simulated_ms(run: RunLog) -> dict[str, float]:
+    """Mean time that the configuration adds to stages of rank 0."""
+    added = _mapping(run.config.get("simulate"))
+    found = {stage: added.get(f"{stage.lower()}_ms") for stage in "AC"}
+    return {k: float(v) for k, v in found.items() if isinstance(v, int | float) and v}
 
 
 def _accept(bringup: Json) -> tuple[str, ...]:

@@ -126,7 +126,7 @@ def _origin(report: RunReport) -> str:
     phases = "/".join(sorted(phase or "all" for phase in window.phases)) or "-"
     origin = f"{report.run_id} · {phases} · {window.n} envelopes, {window.skipped} skipped"
     origin += "" if report.limited_by is None else f" · {report.limited_by}"
-    return origin + ("" if report.policy is None else f" · {report.policy}")
+    return " · ".join([origin, *report.origin])
 
 
 def _score_lines(report: RunReport) -> Iterator[Row]:

@@ -63,6 +63,7 @@ RUN_KEYS = {
     "better_cut",
     "requests",
     "policy",
+    "simulated_ms",
     "compiled",
 }
 
