@@ -295,7 +295,7 @@ def _service(run: RunLog) -> ServiceReport | None:
         drops=drops(run, ready),
         verdict=verdict if reasons else Verdict.PASS,
         reasons=reasons,
-        gaps=emit_gaps(ready, _lease_ns(run)),
+        gaps=emit_gaps(ready, _lease_ns(run), run.first_waits_ns),
         robots=run.robot_states,
         rule_counts=run.rule_counts,
         streams=tuple(ledger for ledger in found if ledger.holes is not None),

@@ -187,3 +187,18 @@ def test_figures_are_those_of_the_report() -> None:
     assert (shown["gain"].value, shown["limit"].value) == ("1.90 x", "policy rank")
     assert shown["lost"].value == "0 of 330"
     assert not any(figure.is_bad for figure in shown.values())
+
+
+def test_a_robot_that_waited_for_its_first_chunk_is_no_outage_that_vanishes() -> None:
+    """It cannot tell of it itself: it measures from one chunk to the next."""
+    golden = served(simulate(), period_ms=40)
+    ready = [line for line in golden.lines if line["phase"] == "ready"]
+    for number, line in enumerate(ready):
+        line |= {"session": 7, "session_epoch": 0, "window_end_ns": number + 1}
+        if number < 100:
+            line |= {"drop": "policy_error", "tEmit": None}
+    golden.tell({"kind": "robot_state", "session": 7, "t": 5, "chunk_gap_ns": ms(44)})
+    figure = judged(golden).figures[2]
+    assert figure.is_bad
+    assert figure.note.endswith("1 above the lease of 1000 ms")
+    assert 4000 < float(figure.value.removesuffix(" ms")) < 4100
