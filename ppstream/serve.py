@@ -180,10 +180,10 @@ def _parser() -> argparse.ArgumentParser:
         prog="ppstream-serve",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         description="Live sensors to actions over two ranks: "
-        "torchrun --nproc-per-node=2 -m ppstream.serve [--config FILE]",
+        "torchrun --nproc-per-node=2 -m ppstream.serve [FILE]",
         epilog=f"exit codes of a rank (torchrun itself returns 0 or 1):\n{codes}",
     )
-    load.add_arguments(parser)
+    load.add_arguments(parser, is_positional=True)
     parser.add_argument(
         "--check", action="store_true", help="print the placement and what it needs; start nothing"
     )

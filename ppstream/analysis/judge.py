@@ -135,6 +135,7 @@ def _report(findings: Diagnosis, queues: QueueMaxima, service: ServiceReport | N
         better_cut=findings.better_cut,
         requests=run.requests,
         policy=_policy(run),
+        simulated_ms=_simulated_ms(run),
     )
 
 
@@ -205,6 +206,13 @@ def _policy(run: RunLog) -> PolicySeen | None:
     found = table.get("target"), table.get("weights"), digest
     target, weights, sha256 = (text if isinstance(text, str) else None for text in found)
     return None if target is None else PolicySeen(target, weights, sha256)
+
+
+def _simulated_ms(run: RunLog) -> dict[str, float]:
+    """Mean time that the configuration adds to stages of rank 0."""
+    added = _mapping(run.config.get("simulate"))
+    found = {stage: added.get(f"{stage.lower()}_ms") for stage in "AC"}
+    return {k: float(v) for k, v in found.items() if isinstance(v, int | float) and v}
 
 
 def _accept(bringup: Json) -> tuple[str, ...]:
@@ -287,7 +295,7 @@ def _service(run: RunLog) -> ServiceReport | None:
         drops=drops(run, ready),
         verdict=verdict if reasons else Verdict.PASS,
         reasons=reasons,
-        gaps=emit_gaps(ready, _lease_ns(run)),
+        gaps=emit_gaps(ready, _lease_ns(run), run.first_waits_ns),
         robots=run.robot_states,
         rule_counts=run.rule_counts,
         streams=tuple(ledger for ledger in found if ledger.holes is not None),
@@ -332,13 +340,11 @@ def _service_reasons(run: RunLog, ready: list[Envelope]) -> dict[str, str]:
     began = min((e.tA0 for e in ready if e.tA0 is not None), default=None)
     ended = max((e.tEmit for e in ready if e.tEmit is not None), default=None)
     lasted_ns = ended - began if began is not None and ended is not None else 0
-    held_ns = max((robot.held_ns or 0 for robot in run.robot_states), default=0)
-    if lasted_ns > 0 and held_ns > HELD_MAX * lasted_ns:
-        faults = sum(robot.faults or 0 for robot in run.robot_states)
-        newest = next((robot.fault for robot in run.robot_states if robot.fault), None)
+    worst = max(run.robot_states, key=lambda robot: robot.held_ns or 0, default=None)
+    if worst is not None and 0 < HELD_MAX * lasted_ns < (held_ns := worst.held_ns or 0):
         found["SERVICE_HELD"] = (
-            f"a robot held {min(1.0, held_ns / lasted_ns):.0%} of the time, {faults} faults"
-            + (f", the newest: {newest}" if newest else "")
+            f"robot {worst.name} held {min(1.0, held_ns / lasted_ns):.0%} of the time, "
+            f"{worst.faults or 0} faults" + (f", the newest: {worst.fault}" if worst.fault else "")
         )
     lost = [e.drop for e in ready if e.drop is not None and e.drop not in HARMLESS]
     if len(lost) > DROPPED_MAX * len(ready):

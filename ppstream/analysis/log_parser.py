@@ -97,6 +97,7 @@ def parse_run(
         envelope_ledgers=tuple(found.books),
         rule_counts=found.rule_counts.get(newest),
         robot_states=tuple(found.states.values()),
+        first_waits_ns=tuple(found.window_requests.first_waits_ns.values()),
         unbelievable=found.unbelievable,
         strangers=tuple(found.strangers),
         exits=exits or {},
@@ -129,7 +130,7 @@ class _Sorted:
         self.requests = GatewayTotals()
         self.unbelievable = self.ignored = 0
         self.strangers: dict[str, None] = {}  # an ordered set
-        self._requests = WindowRequests()
+        self.window_requests = WindowRequests()
         self._run_id = run_id
 
     def add(self, line: LogLine) -> None:
@@ -140,7 +141,7 @@ class _Sorted:
         kind = line.fields.get("kind")
         if kind == "envelope":
             envelope = _envelope(line)
-            self._requests.count(envelope, line.fields)
+            self.window_requests.count(envelope, line.fields)
             self.envelopes.append(envelope)
         elif kind == "stage1":
             place = line.rank if len(self.places) > 1 else 1
@@ -186,9 +187,9 @@ class _Sorted:
         if any(n is not None and not 0 <= n <= COUNT_MAX for n in counts.values()):
             self.unbelievable += 1
             return
-        given = text_of(found.get("fault"))
-        fault = shown(given) if given else None
-        state = RobotStateLine(session or 0, fault=fault, **counts)
+        texts = (text_of(found.get(name)) for name in ("fault", "robot"))
+        fault, robot = (shown(text) if text else None for text in texts)
+        state = RobotStateLine(session or 0, fault=fault, robot=robot, **counts)
         self.states[line.generation, state.session] = state
 
     def _ledger(self, line: LogLine) -> None:

@@ -423,6 +423,13 @@ class RobotStateLine(NamedTuple):
     faults: int | None
     fault: str | None  # the newest one
     chunk_gap_ns: int | None  # longest time between two chunks
+    robot: str | None = None  # its name; None: a log that has none
+
+    @property
+    def name(self) -> str:
+        """For people, who may see several sessions of one robot."""
+        session = f"session {self.session:x}"
+        return f"of {session}" if not self.robot else f"{self.robot} ({session})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -444,6 +451,7 @@ class RunLog:
     envelope_ledgers: tuple[EnvelopeLedger, ...] = ()
     rule_counts: RuleCounts | None = None  # of the newest generation; None: not logged
     robot_states: tuple[RobotStateLine, ...] = ()  # by session
+    first_waits_ns: tuple[int, ...] = ()  # of each session, for its first chunk
     unbelievable: int = 0  # reports of robots that are left out: their ages cannot be
     strangers: tuple[str, ...] = ()  # files with lines of another run, which are left out
     exits: Json = field(default_factory=dict)  # exit.json as it stands

@@ -51,9 +51,16 @@ class Requests(NamedTuple):
 
 
 class WindowRequests:
-    """Counts robots with a newer window, for the reader: lines come in the order of their ends."""
+    """Counts robots with a newer window, for the reader: lines come in the order of their ends.
+
+    Attributes:
+        first_waits_ns: by session, from the begin of its first window to its first chunk; until
+            there is one, to the end of its newest window.
+    """
 
     def __init__(self) -> None:
+        self.first_waits_ns: dict[int, int] = {}
+        self._begun_ns: dict[int, int] = {}  # of each session that has no chunk yet
         #: By session: its newest episode and window's end, and when that envelope was over.
         self._newest: dict[int, tuple[tuple[int, int], int]] = {}
 
@@ -64,12 +71,26 @@ class WindowRequests:
             return
         envelope.asked = envelope.asked_ahead = 0
         for session, episode, end in rows:
+            if session > 0:
+                self._wait(session, envelope)
             before, over_ns = self._newest.get(session, (None, 0))
             if session <= 0 or not end or before == (episode, end):  # no robot, or nothing new
                 continue
             envelope.asked += 1
             envelope.asked_ahead += over_ns > (envelope.tA0 or 0)
             self._newest[session] = (episode, end), envelope.tEmit or 0
+
+    def _wait(self, session: int, envelope: Envelope) -> None:
+        begun_ns = self._begun_ns.get(session)
+        if envelope.tA0 is None or (begun_ns is None and session in self.first_waits_ns):
+            return
+        if begun_ns is None:
+            begun_ns = self._begun_ns[session] = envelope.tA0
+        stamps = (envelope.tEmit, envelope.tDecode, envelope.tRecv, envelope.tSend)
+        ended_ns = next((ns for ns in stamps if ns is not None), envelope.tA0)
+        self.first_waits_ns[session] = ended_ns - begun_ns
+        if envelope.is_emitted:
+            del self._begun_ns[session]
 
 
 class GatewayTotals:

@@ -124,6 +124,14 @@ class RunReport:
     sentence: str = ""  # may it drive a robot, what limits it, what to do first
     figures: tuple[Figure, ...] = ()  # seven
     policy: PolicySeen | None = None  # None: the log does not name it
+    simulated_ms: dict[str, float] = field(default_factory=dict)  # extra time by stage of rank 0
+
+    @property
+    def origin(self) -> list[str]:
+        """The policy, and the time that [simulate] adds to rank 0's stages."""
+        found = [] if self.policy is None else [str(self.policy)]
+        added = ", ".join(f"{stage} {time_ms:g} ms" for stage, time_ms in self.simulated_ms.items())
+        return [*found, f"simulated work in {added}"] if added else found
 
     @property
     def accepted(self) -> list[str]:
@@ -187,6 +195,7 @@ class RunReport:
             "requests": [_requests_dict(row) for row in self.requests],
             "compiled": [part._asdict() for part in self.compiled],
             "policy": None if self.policy is None else self.policy._asdict(),
+            "simulated_ms": self.simulated_ms,
         }
 
 

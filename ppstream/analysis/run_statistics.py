@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from statistics import median
 from typing import Final, NamedTuple
@@ -222,15 +222,22 @@ class ChunkGaps(NamedTuple):
     longest_ns: int
     above: int  # so many were longer than ``limit_ns``
     limit_ns: int
+    first_ns: int = 0  # the longest wait of a robot for its first one
 
 
-def emit_gaps(envelopes: Iterable[Envelope], limit_ns: int) -> ChunkGaps | None:
-    """Between every two emits that follow each other, whatever happened meanwhile."""
+def emit_gaps(
+    envelopes: Iterable[Envelope], limit_ns: int, first_waits_ns: Sequence[int] = ()
+) -> ChunkGaps | None:
+    """Between every two emits that follow each other, whatever happened meanwhile.
+
+    ``first_waits_ns`` are those of robots for their first chunk, which lie before an emit.
+    """
     emits = sorted(e.tEmit for e in envelopes if e.is_emitted and e.tEmit is not None)
-    gaps = [b - a for a, b in pairwise(emits)]
+    gaps = [*(b - a for a, b in pairwise(emits)), *first_waits_ns]
     if not gaps:
         return None
-    return ChunkGaps(max(gaps), sum(gap > limit_ns for gap in gaps), limit_ns)
+    above = sum(gap > limit_ns for gap in gaps)
+    return ChunkGaps(max(gaps), above, limit_ns, max(first_waits_ns, default=0))
 
 
 def deadlines(envelopes: Iterable[Envelope]) -> dict[str, object] | None:

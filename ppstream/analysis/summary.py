@@ -259,10 +259,13 @@ def _has_time_to_spare(report: RunReport) -> bool:
 
 
 def longest_gap_ns(service: ServiceReport) -> int | None:
-    """The longest time without a new chunk, by the robots where they say it, else by rank 0."""
+    """The longest time without a new chunk, by the robots where they say it, else by rank 0.
+
+    A robot tells of times between chunks; how long it waited for its first one, rank 0 knows.
+    """
     told = [robot.chunk_gap_ns for robot in service.robots if robot.chunk_gap_ns is not None]
     if told:
-        return max(told)
+        return max(*told, 0 if service.gaps is None else service.gaps.first_ns)
     return None if service.gaps is None else service.gaps.longest_ns
 
 

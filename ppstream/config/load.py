@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import sys
-from argparse import ArgumentParser, Namespace
+from argparse import SUPPRESS, Action, ArgumentParser, Namespace
 from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
@@ -33,15 +33,46 @@ SHIPPED_PACKAGE: Final = "ppstream_stages"  # where a bare name is looked for
 #: What names a configuration, for the command line.
 NAMES: Final = (
     "a TOML file, package.module:name.toml from an installed package, or the name of one "
-    f"that {SHIPPED_PACKAGE} ships (default: %(default)s)"
+    f"that {SHIPPED_PACKAGE} ships (default: {DEFAULT})"
 )
 
 _STEP = re.compile(r"[^.\[\]]+")  # of an override's path: a.b, a[0].b and a.0.b all work
 
 
-def add_arguments(parser: ArgumentParser) -> None:
-    """Add ``--config`` and ``--set``, which ``load`` reads."""
-    parser.add_argument("--config", default=DEFAULT, metavar="FILE", help=NAMES)
+class _OneName(Action):
+    """Takes the name of a configuration, wherever it stands; two names are a mistake."""
+
+    def __call__(
+        self,
+        parser: ArgumentParser,
+        namespace: Namespace,
+        values: Any,
+        _option: str | None = None,
+    ) -> None:
+        before = getattr(namespace, "stated", values)
+        if before != values:
+            parser.error(f"got two configurations, {before!r} and {values!r}, want one")
+        namespace.stated = namespace.config = values
+
+
+def add_arguments(parser: ArgumentParser, *, is_positional: bool = False) -> None:
+    """Add ``--config`` and ``--set``, which ``load`` reads.
+
+    Args:
+        parser: of a command.
+        is_positional: the file may stand by itself, too.
+    """
+    if is_positional:
+        parser.add_argument(
+            "config", nargs="?", default=SUPPRESS, action=_OneName, metavar="FILE", help=NAMES
+        )
+    parser.add_argument(
+        "--config",
+        default=DEFAULT,
+        action=_OneName,
+        metavar="FILE",
+        help="the same" if is_positional else NAMES,
+    )
     add_override_argument(parser)
 
 
@@ -148,13 +179,13 @@ def locate(name: str) -> Path:
     if not colon and not name.endswith(".toml") and "/" not in name:
         module, file_name = SHIPPED_PACKAGE, f"{name}.toml"
     if not module:
-        raise ConfigError([f"--config: there is no file {name!r} in {Path.cwd()}"])
+        raise ConfigError([f"configuration: there is no file {name!r} in {Path.cwd()}"])
     folder = _module_folder(module)
     if (folder / file_name).is_file():
         return folder / file_name
     shipped = ", ".join(sorted(path.name for path in folder.glob("*.toml"))) or "none"
     raise ConfigError(
-        [f"--config: got {name!r}, but {module} has no {file_name} (it has: {shipped})"]
+        [f"configuration: got {name!r}, but {module} has no {file_name} (it has: {shipped})"]
     )
 
 
@@ -165,7 +196,9 @@ def _module_folder(module: str) -> Path:
     except (ModuleNotFoundError, ValueError):
         spec = None
     if spec is None:
-        raise ConfigError([f"--config: there is no module {module!r} to look in; is it installed?"])
+        raise ConfigError(
+            [f"configuration: there is no module {module!r} to look in; is it installed?"]
+        )
     if spec.submodule_search_locations:
         return Path(next(iter(spec.submodule_search_locations)))
     return Path(spec.origin or "").parent

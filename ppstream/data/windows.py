@@ -2,12 +2,13 @@
 
 Workers of a ``DataLoader`` copy raw samples; one op makes the batch of them on the device. Which
 windows a batch has follows from seed, epoch and batch number alone, so it is the same for any
-number of workers, and a state is three numbers.
+number of workers, and a state is a few numbers.
 """
 
 from __future__ import annotations
 
 import os
+import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -30,7 +31,16 @@ if TYPE_CHECKING:
 
     from ppstream.config.schema import PipelineConfig
 
-STATE_KEYS: Final = ("epoch", "batch", "seed", "windows", "batch_size", "rank", "world_size")
+STATE_KEYS: Final = (
+    "epoch",
+    "batch",
+    "seed",
+    "windows",
+    "batch_size",
+    "rank",
+    "world_size",
+    "order",  # checksum of what windows there are, and how they are ordered
+)
 
 
 class Windows(IterableDataset[RawBatch]):
@@ -88,6 +98,7 @@ class Windows(IterableDataset[RawBatch]):
         self._cutter = BatchCutter(self.config)
         self._batch_size, self._shuffle, self._seed = batch_size, shuffle, seed
         self._drop_last = drop_last
+        self._order = self._checksum()
         self._epoch = self._batch = 0  # of the next batch
 
     def __len__(self) -> int:
@@ -154,15 +165,18 @@ class Windows(IterableDataset[RawBatch]):
     def state_dict(self) -> dict[str, int]:
         """State behind the newest batch that was cut; what workers read ahead does not count."""
         numbers = (self._epoch, self._batch, self._seed, self.windows, self._batch_size)
-        return dict(zip(STATE_KEYS, (*numbers, self.rank, self.world_size), strict=True))
+        places = (self.rank, self.world_size, self._order)
+        return dict(zip(STATE_KEYS, (*numbers, *places), strict=True))
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Go on where ``state_dict`` was.
 
         Raises:
-            ConfigError: the state is of other recordings, another seed, batch or rank.
+            ConfigError: the state is of other recordings, or of these in another order, of another
+                seed, batch or rank.
         """
         own = self.state_dict()
+        state = {"order": self._order} | state  # older states have none
         problems = [
             f"{key} of the state is {state.get(key)}, here it is {own[key]}"
             for key in STATE_KEYS[2:]
@@ -171,3 +185,10 @@ class Windows(IterableDataset[RawBatch]):
         if problems:
             raise ConfigError(problems)
         self._epoch, self._batch = state["epoch"], state["batch"]
+
+    def _checksum(self) -> int:
+        """Differs where the same seed and batch would be other windows."""
+        found = zlib.crc32(repr((self._shuffle, self._drop_last)).encode())
+        for episode in self._episodes:
+            found = zlib.crc32(episode.ends_ns.tobytes(), found)
+        return found

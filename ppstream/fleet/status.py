@@ -6,6 +6,7 @@ import argparse
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
+from http.client import HTTPException
 from pathlib import Path
 from typing import Final
 
@@ -20,6 +21,7 @@ from ppstream.wire.directory_messages import STATUS
 from ppstream.wire.robot_messages import SERVING
 
 ANSWER_LIMIT_S: Final = 2.0
+REFUSED: Final = 401
 NOT_ALL: Final = 1
 
 
@@ -57,7 +59,12 @@ def ask(url: str, token: str | None) -> DirectoryStatus:
         request = urllib.request.Request(f"{url}{STATUS}", headers=headers)
         with opener.open(request, timeout=ANSWER_LIMIT_S) as answer:
             return msgspec.json.decode(answer.read(), type=DirectoryStatus)
-    except (OSError, msgspec.DecodeError) as error:
+    except urllib.error.HTTPError as error:
+        remedy = "; directory.token_file is not the directory's" if error.code == REFUSED else ""
+        raise ConfigError([f"{url}: answers HTTP {error.code} {error.reason}{remedy}"]) from error
+    except msgspec.DecodeError as error:
+        raise ConfigError([f"{url}: answers, and is no directory: {error}"]) from error
+    except (OSError, HTTPException) as error:
         raise ConfigError([f"{url}: no directory answers: {error}; ppstream fleet up"]) from error
 
 

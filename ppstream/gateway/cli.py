@@ -185,7 +185,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Serve robots that run a client of openpi, GR00T or LeRobot, as the "
         "[[gateway]] tables of a run say.",
     )
-    load.add_arguments(parser)
+    load.add_arguments(parser, is_positional=True)
     parser.add_argument(
         "--describe", action="store_true", help="print the map and an example request, and leave"
     )

@@ -143,8 +143,6 @@ class OpenpiServer:
 
     def _leave_socket(self) -> None:
         self._sockets -= 1
-        if self._connections is not None:
-            self._connections.leave()
 
     async def _request(self, connection: ServerConnection, request: Request) -> Response | None:
         """Answer health, and whoever has no key; None: go on with the handshake."""

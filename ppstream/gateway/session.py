@@ -178,7 +178,7 @@ class GatewaySession:
     def pop(self) -> Reply | None:
         """The newest actions in force, each once; None: none are new."""
         newest = self._in_force()
-        if newest is None or newest is self._taken or newest.window_end_ns < self._since_ns:
+        if newest is None or newest is self._taken:
             return None
         self._taken = newest
         try:
@@ -255,8 +255,11 @@ class GatewaySession:
         return self._reply(answer.chunk)
 
     def _in_force(self) -> ActionChunk | None:
+        """The newest chunk, if it may be executed, and was made for this prompt and episode."""
         newest = self._newest
-        return newest if newest is not None and now_ns() < newest.expires_ns else None
+        if newest is None or newest.window_end_ns < self._since_ns:
+            return None
+        return newest if now_ns() < newest.expires_ns else None
 
     def _reply(self, chunk: ActionChunk) -> Reply:
         conditioned = self.client.conditioned

@@ -63,21 +63,34 @@ class HandedOver(socket.socket):
             self._on_end()
             raise BlockingIOError
         if not fds:  # none was left for it
-            self.leave()
+            self._tell_end()
             raise ConnectionAbortedError
         os.set_inheritable(fds[0], False)  # noqa: FBT003 - takes no name
-        connection = socket.socket(fileno=fds[0])
+        connection = _Accepted(fds[0], self._tell_end)
         try:
             return connection, connection.getpeername()
         except OSError as error:  # its client has left
             connection.close()
-            self.leave()
             raise ConnectionAbortedError from error
 
-    def leave(self) -> None:
-        """Tell that one connection has ended."""
+    def _tell_end(self) -> None:
         with suppress(OSError):
             self.send(ENDED)
+
+
+class _Accepted(socket.socket):
+    """A connection whose end is told when it is closed, also before its protocol has begun."""
+
+    def __init__(self, fd: int, tell_end: Callable[[], None]) -> None:
+        super().__init__(fileno=fd)
+        self._tell_end: Callable[[], None] | None = tell_end
+
+    def close(self) -> None:
+        """As of any socket; twice is fine."""
+        super().close()
+        tell_end, self._tell_end = self._tell_end, None
+        if tell_end is not None:
+            tell_end()
 
 
 class SharedServer:

@@ -196,8 +196,7 @@ def _parser(command: str, description: str) -> argparse.ArgumentParser:
         description=description,
         epilog=f"Example: ppstream {command} my-arm.toml --set record.file=run.mcap",
     )
-    parser.add_argument("config", nargs="?", default=load.DEFAULT, help=load.NAMES)
-    load.add_override_argument(parser)
+    load.add_arguments(parser, is_positional=True)
     parser.add_argument(
         "--nproc",
         type=int,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import shlex
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from importlib.util import find_spec
@@ -122,9 +123,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         there = [name for name in texts if (folder / name).exists()]
         if there:
             raise ConfigError([f"{folder / name}: exists already" for name in there])
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, text in texts.items():
-            (folder / name).write_text(text)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            for name, text in texts.items():
+                (folder / name).write_text(text)
+        except OSError as error:
+            what = error.filename or folder
+            raise ConfigError([f"--folder: {what}: {error.strerror}"]) from error
     except ConfigError as error:
         print(error, file=sys.stderr)
         return int(error.exit_code)
@@ -144,7 +149,7 @@ def _next_steps(arm: Arm, folder: Path, names: Iterable[str]) -> str:
     }
     width = max(map(len, steps))
     lines = [f"{command:<{width}}   # {text}" for command, text in steps.items()]
-    where = [] if folder == Path() else [f"cd {folder}"]
+    where = [] if folder == Path() else [f"cd {shlex.quote(str(folder))}"]
     return "\n".join([f"wrote {', '.join(names)}", "", *where, *lines])
 
 

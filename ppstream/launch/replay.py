@@ -18,13 +18,12 @@ from ppstream.config.load import add_arguments, load
 from ppstream.config.schema import PipelineConfig
 from ppstream.core.clock import NS_PER_MS, NS_PER_S, now_ns
 from ppstream.core.errors import ConfigError, PeerLostError, PpstreamError
-from ppstream.recording.load import load_recording
+from ppstream.recording.load import FORMS, load_recording
 from ppstream.recording.recording import RecordedMessage, Recording
 from ppstream.recording.repeated_actions import compare_actions
 from ppstream.robot.client import RobotClient
 from ppstream.wire.robot_messages import ActionChunk
 
-FORMS: Final = ".mcap, .npz, Franka .npy, PX4 .ulg, ROS 1 .bag, or the folder of a ROS 2 bag"
 REFUSED_PAUSE_S: Final = 0.001  # between two attempts while nobody can take samples
 REFUSED_LIMIT_S: Final = 10.0  # longer than a restart of the server takes
 DIFFERS: Final = 1  # exit code

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 import torch
 import torch.distributed as dist
 
-from ppstream.core.clock import now_ns
+from ppstream.core.clock import NS_PER_S, now_ns
 from ppstream.core.errors import PeerLostError
 from ppstream.links.protocol import Hops
 from ppstream.links.slots import INDEX, LinkShape, Order, Slot, new_slots, orders_of
@@ -37,7 +37,8 @@ SENDER, RECEIVER = 0, 1  # inside each group
 FOR_EVER: Final = timedelta(days=365)  # a wait that runs out would close the connection for good
 END: Final = -1  # index of the note that says no more will come
 NOTE_BYTES: Final = 64  # gloo accepts less than what was posted
-CLOSE_LIMIT_S: Final = 1.0
+CLOSE_LIMIT_NS: Final = NS_PER_S  # from a rank's END to its leaving, whoever does not answer
+LEAST_WAIT: Final = timedelta(milliseconds=1)  # gloo takes 0 for no limit
 #: One slot more than credits need: the END note overwrites no slot that is still being read.
 SPARE_SLOTS: Final = 1
 
@@ -65,16 +66,21 @@ def open_gloo(ends: Neighbours, store: Store, shape: LinkShape, timeout_s: float
     into = GlooIn(leads_in, SENDER, *layout, in_order, out, pumped)
 
     def close() -> None:
-        """Tell the peer that nothing more will come, and wait a second for its answer.
+        """Tell the peers that nothing more will come, and wait a second for their answers.
 
-        Only a stopped peer does not answer: the receiving thread then stays behind, and the process
-        has to leave with ``os._exit``.
+        One that is known to be lost is not waited for. Only a stopped peer does not answer: the
+        receiving thread then stays behind, and the process has to leave with ``os._exit``.
         """
         out.end()
-        into.close()
-        out.close()
+        into.close(_until_ns(out, ends.before))
+        out.close(_until_ns(out, ends.behind))
 
-    return Hops("gloo", out, into, close)
+    return Hops("gloo", out, into, close, out.end)
+
+
+def _until_ns(out: GlooOut, peer: Peer) -> int:
+    """The instant from which nobody waits for the end of a hop to ``peer``."""
+    return out.ended_ns if peer.lost_ns is not None else out.close_by_ns
 
 
 class Group(Protocol):
@@ -115,9 +121,14 @@ class Answers(Protocol):
 
 
 class GlooOut:
-    """The sending end of a hop (``links.protocol.OutHop``)."""
+    """The sending end of a hop (``links.protocol.OutHop``).
+
+    Attributes:
+        ended_ns: when the END note was sent, or could not be; 0: not yet.
+    """
 
     def __init__(self, group: Group, to: int, layout: SlotLayout, count: int, order: Order) -> None:
+        self.ended_ns = 0
         self._order = order
         self._group: Group | None = group
         self._to = to
@@ -151,20 +162,27 @@ class GlooOut:
             except RuntimeError as error:
                 raise _broke(error) from error
 
+    @property
+    def close_by_ns(self) -> int:
+        """The instant from which nobody's answer is waited for."""
+        return self.ended_ns + CLOSE_LIMIT_NS
+
     def end(self) -> None:
         """Send the END note, once."""
         with self._lock:
             if self._note is not None or self._group is None:
                 return
+            self.ended_ns = now_ns()
             self._note = torch.zeros(NOTE_BYTES, dtype=torch.uint8)
             self._note.view(torch.int64)[INDEX] = END
             with suppress(RuntimeError):  # then there is nobody to tell
                 self._noted = self._group.send([self._note], self._to, 0)
 
-    def close(self) -> None:
-        if self._noted is not None:
+    def close(self, until_ns: int) -> None:
+        """Let go, at ``until_ns`` at the latest: when the peer has the END note."""
+        if self._noted is not None and (left := _left(until_ns)) > LEAST_WAIT:
             with suppress(RuntimeError):
-                self._noted.wait(timedelta(seconds=CLOSE_LIMIT_S))
+                self._noted.wait(left)
         self._noted = self._group = None
         self._sends = [None] * len(self._slots)
 
@@ -234,8 +252,9 @@ class GlooIn:
         index, at_ns = self._arrived.popleft()
         return self._order.receive(index, self.slot(index)), at_ns
 
-    def close(self) -> None:
-        self._thread.join(CLOSE_LIMIT_S)
+    def close(self, until_ns: int) -> None:
+        """Let go, at ``until_ns`` at the latest: when the peer's END note is here."""
+        self._thread.join(_left(until_ns).total_seconds())
         with self._closing:
             if self._fd >= 0:
                 os.close(self._fd)
@@ -264,6 +283,10 @@ class GlooIn:
         with self._closing:
             if self._fd >= 0:
                 os.eventfd_write(self._fd, 1)
+
+
+def _left(until_ns: int) -> timedelta:
+    return timedelta(seconds=max(0, until_ns - now_ns()) / NS_PER_S)
 
 
 def _broke(error: RuntimeError) -> PeerLostError:

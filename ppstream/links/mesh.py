@@ -10,7 +10,8 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING, Final
 
-from ppstream.links.gloo import GlooIn, GlooOut, open_group
+from ppstream.core.clock import now_ns
+from ppstream.links.gloo import CLOSE_LIMIT_NS, GlooIn, GlooOut, open_group
 from ppstream.links.protocol import Hops
 from ppstream.links.slots import Order, new_slots
 
@@ -47,14 +48,18 @@ def with_members(hops: Hops, group: Group, size: int, shape: LinkShape) -> Hops:
         for member in range(1, size)
     ]
 
-    def close() -> None:
+    def end() -> None:
         for member in members:
             member.end()
+        hops.end()
+
+    def close() -> None:
+        end()
         hops.close()
         for member in members:
-            member.close()
+            member.close(member.close_by_ns)
 
-    return Hops(hops.name, hops.out, _Relay(hops.into, members), close)
+    return Hops(hops.name, hops.out, _Relay(hops.into, members), close, end)
 
 
 def open_member(group: Group, rank0: Peer, shape: LinkShape) -> Hops:
@@ -64,7 +69,7 @@ def open_member(group: Group, rank0: Peer, shape: LinkShape) -> Hops:
     out = _Unsent(shape, room)
     order = Order(WHAT, shape.generation)
     into = GlooIn(group, LEADER, shape.envelope, count, order, out, rank0, room)
-    return Hops("gloo", out, into, into.close)
+    return Hops("gloo", out, into, lambda: into.close(now_ns() + CLOSE_LIMIT_NS))
 
 
 class _Relay:

@@ -88,10 +88,14 @@ class Hops(NamedTuple):
 
     Attributes:
         name: kind of link, for the log and the report.
-        close: releases what both hold, within a second; slots still referred to stay readable.
+        close: releases what both hold, within a second of ``end``; slots still referred to stay
+            readable.
+        end: says that nothing more will come; ``close`` does so, too. Of several, all are ended
+            before one is closed, so that their seconds are one.
     """
 
     name: str
     out: OutHop
     into: InHop
     close: Callable[[], None]
+    end: Callable[[], None] = lambda: None

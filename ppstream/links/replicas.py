@@ -211,8 +211,13 @@ def in_turn(hops: Sequence[Hops], shape: LinkShape) -> Hops:
     """The hops to every replica, in order of their ranks, as rank 0's two hops."""
     turns = Turns(len(hops), shape)
 
+    def end() -> None:
+        for each in hops:
+            each.end()
+
     def close() -> None:
+        end()
         for each in hops:
             each.close()
 
-    return Hops(hops[0].name, ReplicasOut(hops, turns), ReplicasIn(hops, turns, shape), close)
+    return Hops(hops[0].name, ReplicasOut(hops, turns), ReplicasIn(hops, turns, shape), close, end)

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from ppstream.config.schema import StreamConfig
 
 
+#: What is a recording, for the command line.
+FORMS: Final = ".mcap, .npz, Franka .npy, PX4 .ulg, ROS 1 .bag, or the folder of a ROS 2 bag"
+NUMPY: Final = {".npz": b"PK", ".npy": b"\x93NUMPY"}  # how such a file begins
 STAMPS_KEY: Final = ".stamps_ns"
 
 
@@ -76,17 +79,28 @@ def _load(path: Path, streams: Sequence[StreamConfig], robot: str | None) -> Rec
         from ppstream.recording.ulog_reader import load_ulog
 
         return load_ulog(path, streams)
-    return _load_numpy(path)
-
-
-def _load_numpy(path: Path) -> Recording:
-    with path.open("rb") as file:
-        found = np.load(file, allow_pickle=False)
-        if not isinstance(found, np.ndarray):
-            found = dict(found)
+    if path.suffix not in NUMPY:
+        raise ConfigError([f"{path}: is no recording by its name, want {FORMS}"])
+    found = read_numpy(path)
     if isinstance(found, np.ndarray):
         return Recording(_franka_tracks(path, found))
     return Recording(_npz_tracks(path, found))
+
+
+def read_numpy(path: Path) -> NDArray[Any] | dict[str, NDArray[Any]]:
+    """What numpy has saved in ``path``: an array, or several by name.
+
+    Raises:
+        ConfigError: it is none of numpy's files; numpy itself would advise to unpickle it.
+        Exception: it is damaged.
+    """
+    with path.open("rb") as file:
+        head = file.read(max(map(len, NUMPY.values())))
+        if not head.startswith(tuple(NUMPY.values())):
+            raise ConfigError([f"{path}: begins as no .npz or .npy does"])
+        file.seek(0)
+        found = np.load(file, allow_pickle=False)
+        return found if isinstance(found, np.ndarray) else dict(found)
 
 
 def _franka_tracks(path: Path, table: NDArray[Any]) -> dict[str, Track]:

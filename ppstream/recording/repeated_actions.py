@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 
 from ppstream.core.errors import ConfigError
+from ppstream.recording.load import read_numpy
 from ppstream.recording.mcap_reader import EncodedMessage, read_mcap
 from ppstream.recording.mcap_schema import ACTIONS, Chunk, need_mcap, parse_topic
 from ppstream.recording.recording import unreadable
@@ -21,6 +22,7 @@ from ppstream.recording.recording import unreadable
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+SUFFIX: Final = ".mcap"  # of the recording
 FIELDS: Final = ("window_end_ns", "actions")  # of the replay's file
 REMEDY: Final = (
     "where they should be equal, repeat the run as it was recorded: the same batch.rows, weights, "
@@ -98,6 +100,8 @@ class _Sent(NamedTuple):
 
 def _sent(path: Path, robot: str | None) -> _Sent:
     need_mcap()
+    if path.suffix != SUFFIX:
+        raise ConfigError([f"{path}: want the {SUFFIX} of a run (record.file) to compare with"])
     decoder = msgspec.json.Decoder(Chunk)
     robots: dict[str, list[Chunk]] = {}
     try:
@@ -120,10 +124,14 @@ def _sent(path: Path, robot: str | None) -> _Sent:
 def _again(path: Path) -> dict[int, list[NDArray[Any]]]:
     """The replay's chunks by the end of their window, in order."""
     try:
-        with np.load(path, allow_pickle=False) as arrays:
-            ends_ns, actions = (arrays[name] for name in FIELDS)
+        arrays = read_numpy(path)
+    except ConfigError:
+        raise
     except Exception as error:  # what readers raise on damaged files has no end
         raise unreadable(path, error) from error
+    if not isinstance(arrays, dict) or not arrays.keys() >= set(FIELDS):
+        raise ConfigError([f"{path}: want the service.actions_file of a replay, with {FIELDS}"])
+    ends_ns, actions = (arrays[name] for name in FIELDS)
     found = defaultdict[int, list[Any]](list)
     for end_ns, chunk in zip(ends_ns.tolist(), actions, strict=True):
         found[end_ns].append(chunk)

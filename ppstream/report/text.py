@@ -126,7 +126,7 @@ def _origin(report: RunReport) -> str:
     phases = "/".join(sorted(phase or "all" for phase in window.phases)) or "-"
     origin = f"{report.run_id} · {phases} · {window.n} envelopes, {window.skipped} skipped"
     origin += "" if report.limited_by is None else f" · {report.limited_by}"
-    return origin + ("" if report.policy is None else f" · {report.policy}")
+    return " · ".join([origin, *report.origin])
 
 
 def _score_lines(report: RunReport) -> Iterator[Row]:
@@ -404,7 +404,7 @@ def _request_lines(rows: Sequence[RobotRequests], columns: int) -> Iterator[str 
 
 def _robot_parts(robot: RobotStateLine) -> Iterator[str]:
     """One session's own account; what it did not say is left out."""
-    yield f"session {robot.session:x}"
+    yield robot.name
     if robot.holds is not None:
         held = "" if robot.held_ns is None else f" for {ms(robot.held_ns)}"
         yield f"{robot.holds} holds{held}"

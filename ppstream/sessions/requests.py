@@ -13,10 +13,11 @@ import msgspec
 import numpy as np
 
 from ppstream.core.clock import NS_PER_S, Clock, now_ns
+from ppstream.core.errors import printable
 from ppstream.ingest.sample_ledger import CLOSED, SHAPE
 from ppstream.sessions.instructions import Instructions
 from ppstream.sessions.jpeg_decoder import EncodedFrame, FrameDecoder, decoder_problem
-from ppstream.wire.fields import fault_text
+from ppstream.wire.fields import MAX_NAME, fault_text
 from ppstream.wire.robot_messages import (
     ChunkReport,
     ClockQuestion,
@@ -44,6 +45,14 @@ NO_INSTRUCTIONS: Final = "this run takes none: policy.instructions is false"
 
 
 Note: TypeAlias = ChunkReport | ResetRequest | Ping | Instruct | ClockReading | Prefix | RobotState
+
+
+class NamedRobotState(RobotState, frozen=True):
+    """A robot's account of itself, with the name that its session gave."""
+
+    robot: str = ""
+
+
 #: What robots say of themselves, for the log.
 Told: TypeAlias = ChunkReport | RobotState
 #: Takes a numbered text to the policy, and says what came of it.
@@ -107,7 +116,7 @@ class SessionRequests:
         if isinstance(message, ChunkReport):
             self._report(message)
         elif isinstance(message, RobotState):
-            self._state(message)
+            self._state(message, session.hello.robot)
         elif isinstance(message, Prefix):
             session.commit(message)
         elif isinstance(message, ResetRequest):
@@ -122,13 +131,14 @@ class SessionRequests:
         self._counts.reports_lost += len(self.reports) == MAX_REPORTS
         self.reports.append(told)
 
-    def _state(self, state: RobotState) -> None:
+    def _state(self, state: RobotState, robot: str) -> None:
         """For the log, unless it floods; it counts on, so the next one makes up for one lost."""
         self._states[state.session] += 1
         if self._states[state.session] > STATES_PER_S:
             self._counts.reports_lost += 1
             return
-        self._report(msgspec.structs.replace(state, fault=fault_text(state.fault)))
+        found = msgspec.structs.asdict(state) | {"fault": fault_text(state.fault)}
+        self._report(NamedRobotState(**found, robot=printable(robot, MAX_NAME)))
 
     def instruct(self, session: Session, message: Instruct) -> None:
         """A new instruction; one that is not newer than the last is ignored."""

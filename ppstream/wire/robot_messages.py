@@ -199,7 +199,7 @@ class RobotState(Message, frozen=True, tag=10):
     held_ns: Count  # how long it held so, the hold under way included
     faults: Count
     fault: FaultText  # the newest, in the robot's words; empty: none
-    chunk_gap_ns: Count  # longest time without a new action chunk while the run was ready
+    chunk_gap_ns: Count  # longest time from one action chunk to the next while the run was ready
 
 
 @final

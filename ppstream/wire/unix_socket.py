@@ -361,7 +361,8 @@ class UnixClient(_UnixSocket):
     def _leave(self) -> None:
         """Close the connection, if there is one; the lock is held."""
         if self._server is not None:
-            self._epoll.unregister(self._server.fileno())
+            with suppress(FileNotFoundError):  # a process that was forked has closed it, too
+                self._epoll.unregister(self._server.fileno())
             self._server.close()
             self._server = None
 

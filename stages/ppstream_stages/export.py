@@ -148,7 +148,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="ppstream export",
         description="Write the policy of a run as ONNX, for ppstream_stages.onnx.",
     )
-    load.add_arguments(parser)
+    load.add_arguments(parser, is_positional=True)
     parser.add_argument("--out", required=True, type=Path, metavar="FOLDER", help="gets both files")
     parser.add_argument(
         "--stats",

@@ -23,7 +23,7 @@ from ppstream.analysis.period_model import PipelineForm
 from ppstream.analysis.records import EnvelopeLine, PolicyLine
 from ppstream.links.headers import RESULT_HEADER, STAGE_B
 from ppstream.observe.log_writer import EnvelopeRecord, PolicyRecord, TimestampLog
-from ppstream.wire import robot_messages
+from ppstream.sessions.requests import NamedRobotState
 
 ROOT = Path(__file__).resolve().parents[2]
 # In the order of older logs and runs: nothing is renamed, removed or moved.
@@ -82,7 +82,7 @@ def test_every_number_and_text_that_is_written_is_read(tmp_path: Path) -> None:
 
 
 def test_a_robots_account_is_read_by_the_names_of_its_message() -> None:
-    assert {*records.RobotStateLine._fields} == {*robot_messages.RobotState.__struct_fields__}
+    assert {*records.RobotStateLine._fields} == {*NamedRobotState.__struct_fields__}
 
 
 # ---- a new stamp is one line in one file ---------------------------------------------------------

@@ -158,9 +158,9 @@ def test_service_that_was_not_like_bring_up_says_so_in_the_sentence() -> None:
     golden = served(simulate(), period_ms=40)
     golden.tell({"kind": "robot_state", "session": 7, "t": 5, "holds": 3, "held_ns": ms(4000)})
     assert judged(golden).sentence == (
-        "Look at this run before you drive a robot again: bring-up passed, then a robot held 30% "
-        "of the time, 0 faults (SERVICE_HELD); first see in the report how long it had no new "
-        "chunk, and why."
+        "Look at this run before you drive a robot again: bring-up passed, then robot of session 7 "
+        "held 30% of the time, 0 faults (SERVICE_HELD); first see in the report how long it had "
+        "no new chunk, and why."
     )
 
 
@@ -187,3 +187,18 @@ def test_figures_are_those_of_the_report() -> None:
     assert (shown["gain"].value, shown["limit"].value) == ("1.90 x", "policy rank")
     assert shown["lost"].value == "0 of 330"
     assert not any(figure.is_bad for figure in shown.values())
+
+
+def test_a_robot_that_waited_for_its_first_chunk_is_no_outage_that_vanishes() -> None:
+    """It cannot tell of it itself: it measures from one chunk to the next."""
+    golden = served(simulate(), period_ms=40)
+    ready = [line for line in golden.lines if line["phase"] == "ready"]
+    for number, line in enumerate(ready):
+        line |= {"session": 7, "session_epoch": 0, "window_end_ns": number + 1}
+        if number < 100:
+            line |= {"drop": "policy_error", "tEmit": None}
+    golden.tell({"kind": "robot_state", "session": 7, "t": 5, "chunk_gap_ns": ms(44)})
+    figure = judged(golden).figures[2]
+    assert figure.is_bad
+    assert figure.note.endswith("1 above the lease of 1000 ms")
+    assert 4000 < float(figure.value.removesuffix(" ms")) < 4100

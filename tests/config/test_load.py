@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ppstream.config.load import add_arguments, load, locate, read
+from ppstream.config.load import add_arguments, arguments_of, load, locate, read
 from ppstream.config.schema import PipelineConfig
 from ppstream.config.to_toml import as_toml
 from ppstream.core.errors import ConfigError
@@ -234,6 +234,29 @@ def test_arguments_default_to_the_embedded_demo(file: Path) -> None:
     args = parser.parse_args(["--config", str(file), "--set", "name=a", "--set", "pipeline.d_in=1"])
     config = load(args)
     assert (config.name, config.pipeline.d_in) == ("a", 1)
+
+
+def test_a_file_may_stand_by_itself_or_behind_config(file: Path) -> None:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser, is_positional=True)
+    assert parser.parse_args([]).config == "demo"
+    setting = ["--set", "name=a"]
+    for words in ([str(file)], ["--config", str(file)], [str(file), f"--config={file}"]):
+        for line in ([*words, *setting], [*setting, *words]):
+            args = parser.parse_args(line)
+            assert load(args).name == "a"
+            assert arguments_of(args) == ["--config", str(file), *setting]
+
+
+@pytest.mark.parametrize("line", ["a.toml --config b.toml", "--config demo a.toml"])
+def test_two_names_of_a_configuration_are_refused(
+    line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser, is_positional=True)
+    with pytest.raises(SystemExit):
+        parser.parse_args(line.split())
+    assert "got two configurations" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -133,6 +133,12 @@ def test_a_state_of_something_else_is_refused(recordings: list[Path]) -> None:
     state = windows(recordings[:2]).state_dict()
     with pytest.raises(ConfigError, match="windows of the state is"):
         windows(recordings).load_state_dict(state)
+    state = windows(recordings).state_dict()
+    for other in (windows(recordings[::-1]), windows(recordings, shuffle=False)):
+        with pytest.raises(ConfigError, match="order of the state is"):
+            other.load_state_dict(state)
+    del state["order"]  # of a checkpoint that has none yet
+    windows(recordings).load_state_dict(state)
 
 
 @contextmanager

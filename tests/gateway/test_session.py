@@ -98,6 +98,22 @@ def test_newest_gives_no_actions_of_an_earlier_prompt_or_episode(change: str) ->
             asyncio.run(session.answer(given, now_ns()))
 
 
+def test_newest_gives_no_actions_of_an_earlier_prompt_that_arrive_once_a_new_one_is_followed() -> (
+    None
+):
+    """What was on its way when the policy turned to the new prompt was made for the old one."""
+    with served(answer="newest", timeout_ms=1000.0) as (rank0, session):
+        first = answered(rank0, session)
+        pick = observation(prompt="pick")
+        with pytest.raises(NoAnswerError, match="no actions came"):
+            asyncio.run(session.answer(pick, now_ns()))
+        late = {"end_ns": first.chunk.window_end_ns + 1, "expires_ns": first.chunk.expires_ns + 1}
+        emit(rank0, 1, **late)
+        wait_until(lambda: session.client.statistics().timeline.received == 2)
+        with pytest.raises(NoAnswerError, match="no actions came"):
+            asyncio.run(session.answer(pick, now_ns()))
+
+
 def test_the_parts_of_an_age_come_with_provenance() -> None:
     parts = Provenance({}, 1 * MS, 2 * MS, 3 * MS, 4 * MS, 5 * MS, 6 * MS, 7 * MS)
     with served() as (rank0, session):

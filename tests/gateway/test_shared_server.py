@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
+import ssl
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
 import msgspec
 import pytest
+from gateway_rig import certificate
 
 from ppstream.config.gateway_rules import gateway_problems
 from ppstream.config.load import read
@@ -55,8 +58,28 @@ def test_connections_arrive_one_by_one_and_their_ends_are_told(channel: Channel)
             assert not os.get_inheritable(served.fileno())
             client.sendall(b"hello")
             assert served.recv(5) == b"hello"
-        channel.listener.leave()
+        served.close()
         assert channel.ours.recv(64) == ENDED
+
+
+def test_a_client_whose_tls_handshake_fails_is_told_as_ended(
+    channel: Channel, tmp_path: Path
+) -> None:
+    """Else whoever looks at the port counts as a robot for ever."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(*certificate(tmp_path))
+
+    async def serve() -> bytes:
+        loop = asyncio.get_running_loop()
+        channel.ours.settimeout(0)
+        channel.listener.settimeout(0)
+        server = await loop.create_server(asyncio.Protocol, sock=channel.listener, ssl=context)
+        async with server, asyncio.timeout(60):
+            client.sendall(b"GET / HTTP/1.0\r\n\r\n")
+            return await loop.sock_recv(channel.ours, 64)
+
+    client = channel.hand_over()
+    assert asyncio.run(serve()) == ENDED
 
 
 def test_a_client_that_has_left_meanwhile_is_told_as_ended(channel: Channel) -> None:
@@ -74,7 +97,15 @@ def test_the_end_of_the_accepting_process_is_told(channel: Channel) -> None:
     with pytest.raises(BlockingIOError):
         channel.listener.accept()
     assert channel.ends == ["end"]
-    channel.listener.leave()  # nobody hears it
+
+
+def test_a_connection_that_ends_behind_the_accepting_process_raises_nothing(
+    channel: Channel,
+) -> None:
+    channel.hand_over()
+    served, _ = channel.listener.accept()
+    channel.ours.close()
+    served.close()
 
 
 def test_auto_takes_a_process_for_each_row_and_leaves_half_of_the_cpus(

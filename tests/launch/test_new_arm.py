@@ -125,6 +125,21 @@ def test_nothing_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert [file.name for file in tmp_path.iterdir()] == ["my_arm_robot.py"]
 
 
+def test_a_folder_that_cannot_be_is_an_error_of_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    assert written(tmp_path / "file") == 11
+    assert capsys.readouterr().err == f"--folder: {tmp_path}/file: File exists\n"
+
+
+def test_its_next_steps_can_be_copied_whatever_the_folder_is_called(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert written(tmp_path / "my arm; ls") == 0
+    assert f"cd '{tmp_path}/my arm; ls'" in capsys.readouterr().out
+
+
 def test_on_a_terminal_it_asks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     answers = iter(["seven", "7", "", "left 2", "left right"])
     terminal = SimpleNamespace(isatty=lambda: True)

@@ -20,6 +20,7 @@ from ppstream.config.schema import PipelineConfig, RecordConfig, ServiceConfig
 from ppstream.core.clock import now_ns
 from ppstream.core.errors import ExitCode
 from ppstream.core.waiter import Waiter
+from ppstream.launch import commands
 from ppstream.launch.replay import ReplayClock
 from ppstream.recording.mcap_writer import open_recorder
 from ppstream.sessions.server import Sessions
@@ -178,6 +179,19 @@ def test_a_recording_that_lacks_a_stream_is_refused_with_its_names(
     done = run_tool(wrong, recorded.parent, recorded)
     assert done.returncode == ExitCode.CONFIG
     assert "'gripper' is not recorded, want one of fast, slow" in done.stderr
+
+
+def test_a_file_that_is_no_recording_is_refused_without_numpy_s_advice_to_unpickle(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (toml := tmp_path / "run.toml").write_text("name = 'arm'")
+    assert commands.main(["replay", str(toml), "--config", "bench"]) == ExitCode.CONFIG
+    said = capsys.readouterr().err
+    assert f"{toml}: is no recording by its name, want .mcap, .npz" in said
+    toml.rename(named := tmp_path / "a.npz")
+    assert commands.main(["replay", str(named), "--config", "bench"]) == ExitCode.CONFIG
+    assert "pickle" not in (said := capsys.readouterr().err)
+    assert f"{named}: begins as no .npz or .npy does" in said
 
 
 def test_at_max_a_slow_server_slows_the_replay_and_loses_nothing(tmp_path: Path) -> None:

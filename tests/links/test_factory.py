@@ -33,6 +33,7 @@ from ppstream.core.waiter import Waiter
 from ppstream.links.factory import open_hops
 from ppstream.links.host import available_bytes
 from ppstream.links.protocol import Hops, InHop, Neighbours
+from ppstream.links.replicas import in_turn
 from ppstream.links.slots import BACK, FRONT, INDEX, LinkShape, SlotLayout
 from ppstream.pipeline.credits import CreditLedger
 from ppstream.wire.rank_messages import PhaseChange
@@ -458,6 +459,41 @@ def test_a_killed_policy_rank_is_noticed_and_the_link_still_closes(
         rank.link.close()
         assert now_ns() - began < 3 * NS_PER_S
         assert [t.name for t in threading.enumerate() if t.name == "gloo-receive"] == []
+
+
+@pytest.mark.multirank
+@pytest.mark.parametrize(("is_lost", "limit_ns"), [(True, NS_PER_S), (False, 2 * NS_PER_S)])
+def test_a_stopped_policy_rank_holds_up_the_end_for_a_second_at_most(
+    is_lost: bool, limit_ns: int, tmp_path: Path
+) -> None:
+    """One that is known to be lost does not: two waits of a second each were in its way."""
+    with ExitStack() as stack:
+        rank = EchoRank("gloo", 1000, 10**9, tmp_path / "output", stack)
+        rank.link.out.commit(0)
+        rank.result()
+        rank.process.send_signal(signal.SIGSTOP)
+        for index in (1, 2):  # the receipt that stands ready there is used up
+            rank.link.out.commit(index)
+        if is_lost:
+            rank.peer.mark_lost()
+        began = now_ns()
+        rank.link.close()
+        assert now_ns() - began < limit_ns
+
+
+@pytest.mark.multirank
+def test_several_stopped_replicas_hold_up_the_end_no_longer_than_one(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        ranks = [EchoRank("gloo", 1000, 10**9, tmp_path / str(k), stack) for k in range(2)]
+        for rank in ranks:
+            rank.process.send_signal(signal.SIGSTOP)
+            for index in (0, 1):
+                rank.link.out.commit(index)
+        layout = layout_of(1000, dtype="uint8")
+        both = in_turn([rank.link for rank in ranks], LinkShape(layout, layout, 2, 2))
+        began = now_ns()
+        both.close()
+        assert now_ns() - began < 2 * NS_PER_S
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -86,8 +86,15 @@ def test_one_of_several_robots_is_to_be_named(tmp_path: Path) -> None:
 def test_what_is_no_replay_is_refused(tmp_path: Path) -> None:
     recording = recorded(tmp_path, "arm")
     np.savez(tmp_path / "other.npz", values=np.zeros(3))
-    for wrong in (tmp_path / "other.npz", tmp_path / "none.npz", recording):
-        with pytest.raises(ConfigError, match=f"{wrong}: cannot be read"):
+    replays = {
+        tmp_path / "other.npz": "want the service.actions_file of a replay",
+        tmp_path / "none.npz": "cannot be read as .npz or .npy: No such file",
+        recording: "begins as no .npz or .npy does",
+    }
+    for wrong, says in replays.items():
+        with pytest.raises(ConfigError, match=f"{wrong}: {says}"):
             compare_actions(recording, wrong)
-    with pytest.raises(ConfigError, match=r"none\.mcap"):
-        compare_actions(tmp_path / "none.mcap", recording)
+    recordings = {"none.mcap": "No such file", "other.npz": "want the .mcap of a run"}
+    for name, says in recordings.items():
+        with pytest.raises(ConfigError, match=f"{tmp_path / name}: .*{says}"):
+            compare_actions(tmp_path / name, recording)

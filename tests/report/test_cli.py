@@ -63,6 +63,7 @@ RUN_KEYS = {
     "better_cut",
     "requests",
     "policy",
+    "simulated_ms",
     "compiled",
 }
 
@@ -417,11 +418,13 @@ def test_service_tells_outages_holes_and_what_robots_say() -> None:
     golden.extra = [golden.book() | {"streams": {"imu": imu, "camera": camera}}]
     state = {"kind": "robot_state", "session": 0x2A, "t": 5, "holds": 3, "held_ns": ms(900)}
     state |= {"faults": 1, "fault": "lease\x1b[2J", "chunk_gap_ns": ms(691)}
-    golden.extra += [state | {"holds": 1}, state]  # the newest counts
+    named = state | {"session": 0x2B, "robot": "my-arm\x1b[2J", "holds": 0}
+    golden.extra += [state | {"holds": 1}, state, named]  # the newest of a session counts
     report = report_of(golden)
     text = " ".join(render(report).split())
     assert "longest without a new chunk 729 ms 1 above 300 ms" in text
-    assert "robot session 2a 3 holds for 900 ms 1 faults, the newest: lease?[2J" in text
+    assert "robot my-arm?[2J (session 2b) 0 holds for 900 ms" in text
+    assert "robot of session 2a 3 holds for 900 ms 1 faults, the newest: lease?[2J" in text
     assert "longest without a new chunk 691 ms" in text
     assert "imu holes above max_gap_ms: 2, longest 164 ms 1.5% of targets invalid" in text
     assert "camera holes above max_gap_ms: 0 invalid targets not counted" in text

@@ -26,6 +26,16 @@ def test_the_policy_and_its_weights_are_named() -> None:
     assert "my_arm:build without a file of weights" in whole(golden)
 
 
+def test_time_that_the_configuration_adds_to_stages_is_told() -> None:
+    """Else made-up work passes for work that is hidden."""
+    golden = simulate().set("config.policy", {"target": "my_arm:build", "weights": None})
+    golden.set("config.simulate", {"a_ms": 0.0, "c_ms": 0.0, "kind": "sleep"})
+    assert "simulated work" not in whole(golden)
+    golden.set("config.simulate", {"a_ms": 6.0, "c_ms": 0.5, "kind": "sleep"})
+    assert "without a file of weights · simulated work in A 6 ms, C 0.5 ms" in whole(golden)
+    assert judge(golden.parse()).as_dict()["simulated_ms"] == {"A": 6.0, "C": 0.5}
+
+
 def test_no_name_is_cut_and_long_ones_stand_above_their_numbers() -> None:
     long = "a_stream_with_a_name_of_forty_characters"
     golden = simulate().bend(

@@ -716,6 +716,30 @@ def test_a_client_may_be_closed_while_one_asks() -> None:
         closing.join(5)
 
 
+#: A robot whose child, forked by a library, closes what it has inherited.
+FORKING = """
+import os, signal, sys
+from ppstream import RobotClient
+client = RobotClient(sys.argv[1], robot="arm")
+client.connect(60)
+if not (child := os.fork()):
+    signal.alarm(20)  # it has no other thread, and may wait for one
+    try:
+        client.close()
+    finally:
+        os._exit(0)
+os.waitpid(child, 0)
+client.close()
+"""
+
+
+def test_a_client_closes_though_a_forked_process_has_closed_it_too(tmp_path: Path) -> None:
+    with serving(make_config(f"unix://{tmp_path}/robots")) as server:
+        command = [sys.executable, "-W", "ignore", "-c", FORKING, server.sessions.endpoint]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_a_thread_that_has_the_number_of_one_that_ended_is_in_no_callback() -> None:
     errors: list[str] = []
     with serving(make_config()) as server:

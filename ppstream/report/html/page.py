@@ -263,7 +263,7 @@ def _foot(run: RunLog, report: RunReport) -> str:
     if digest:
         parts.append(f"configuration {str(digest)[:12]}")
     if report.policy is not None:
-        parts.append(f"policy {report.policy}")
+        parts.append(f"policy {' · '.join(report.origin)}")
     created = run.manifest.get("created_utc")
     if created:
         parts.append(f"begun {created}")

@@ -182,7 +182,7 @@ def service_table(service: ServiceReport) -> str:
     for robot in service.robots:
         text = f"{robot.holds or 0} holds for {ms(robot.held_ns or 0)}, {robot.faults or 0} faults"
         fault = f", the newest: {robot.fault}" if robot.fault else ""
-        rows.append((f"robot of session {robot.session:x}", text + fault))
+        rows.append((f"robot {robot.name}", text + fault))
     for stream in service.streams:
         invalid_share = stream.invalid_share
         invalid = "not counted" if invalid_share is None else f"{invalid_share:.1%}"
