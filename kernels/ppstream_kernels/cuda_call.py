@@ -25,6 +25,7 @@ _TURNING_MODES: Final = ("slerp", "angle")
 _RARE_MODES: Final = (*_TURNING_MODES, "cubic")  # compiled for launches that need them alone
 _CUBIC_WORDS: Final = 3  # per target: a place, and what lies beside
 _WORD_BYTES: Final = 16  # widest read and write
+_LEAST_STORE_BYTES: Final = 4  # of results that a block writes together
 _PREFETCHING_CAPABILITY: Final = (9, 0)
 
 _MOST_GRID_Y: Final = 65535
@@ -86,12 +87,15 @@ def _make_form(
     items = [_items(columns, s, pack) for s, pack in zip(group, packs, strict=True)]
     slots = [columns.values[s].shape[1] for s in group]
     words = [_CUBIC_WORDS if columns.modes[s] == "cubic" else 1 for s in group]
-    loads = [*map(Load, items, slots, words)]
+    whole = [_whole_bytes(columns, s, targets, out_values) for s in group]
+    rooms = [sum(bytes_) for bytes_ in whole]
+    loads = [*map(Load, items, slots, words, rooms)]
     tiling = choose_tiles(rows, targets, loads, gpu.multiprocessors)
     is_asked_ahead = _is_asked_ahead(columns, group, targets, gpu)
     described, first_tile = b"", 0
     for place, s in enumerate(group):
         tiles = -(-targets // tiling.tile_targets[place])
+        is_whole = tiling.is_whole[place]
         described += _STREAM.pack(
             *(0, 0, 0, 0),
             *_strides(columns, s),
@@ -102,13 +106,15 @@ def _make_form(
             _DTYPES.index(columns.values[s].dtype),
             stage_shift(slots[place]),
             *(lefts[place], first_tile, tiling.tile_targets[place], packs[place], items[place]),
-            _store_bytes(out_values, lefts[place], packs[place]),
-            *_ahead(columns.values[s], tiles if is_asked_ahead[place] else 0),
-            0,
+            _row_store_bytes(out_values)
+            if is_whole
+            else _store_bytes(out_values, lefts[place], packs[place]),
+            *_ahead(columns.values[s], tiles if is_asked_ahead[place] and not is_whole else 0),
+            whole[place][0] if is_whole else 0,
         )
         first_tile += tiles
     header = _header(tgt_ns, sum(widths), len(widths), group)
-    variant = _variant(columns, group, out_values)
+    variant = _variant(columns, group, out_values, has_whole=any(tiling.is_whole))
     unused = bytes(_STREAM.size * (variant.streams - len(group)))
     return LaunchForm(
         variant,
@@ -135,7 +141,7 @@ def _grid(tiles: int, rows: int) -> tuple[int, int, int]:
     return tiles, -(-rows // layers), layers
 
 
-def _variant(columns: Columns, group: range, out_values: Tensor) -> Variant:
+def _variant(columns: Columns, group: range, out_values: Tensor, *, has_whole: bool) -> Variant:
     """Lean code for what is common: a launch of straight lines carries neither turns nor curves."""
     capacity = next(capacity for capacity in _CAPACITIES if capacity >= len(group))
     dtypes = {_DTYPES.index(columns.values[s].dtype) for s in group}
@@ -150,7 +156,7 @@ def _variant(columns: Columns, group: range, out_values: Tensor) -> Variant:
         _OUT_DTYPES.index(out_values.dtype),
         sum(1 << dtype for dtype in dtypes),
         straight | rare,
-        is_turned | is_long << 1,
+        is_turned | is_long << 1 | has_whole << 2,
     )
 
 
@@ -182,6 +188,33 @@ def _store_bytes(out_values: Tensor, left: int, pack: int) -> int:
     size = out_values.element_size()
     width = out_values.shape[2]
     return _aligned_bytes((out_values.data_ptr(), width * size, left * size, pack * size))
+
+
+def _row_store_bytes(out_values: Tensor) -> int:
+    row = out_values.shape[1] * out_values.shape[2] * out_values.element_size()
+    return _aligned_bytes((out_values.data_ptr(), row))
+
+
+def _whole_bytes(columns: Columns, s: int, targets: int, out_values: Tensor) -> tuple[int, int]:
+    """Bytes of a ring's samples and of a row's results, where a block may move both at once.
+
+    Both are 0 where words as wide as can be are read anyway, where a result is not the next one's
+    neighbour, and where the blend is more than a line.
+    """
+    samples = columns.values[s]
+    size, dim = samples.element_size(), samples.shape[2]
+    ring_bytes = samples.shape[1] * dim * size
+    is_apart = samples.stride()[1:] != (dim, 1) or out_values.shape[2] != dim
+    if (
+        is_apart
+        or columns.modes[s] in _RARE_MODES
+        or out_values.element_size() == 1
+        or _pack(columns, s) * size >= _WORD_BYTES
+        or _aligned_bytes((samples.data_ptr(), samples.stride(0) * size, ring_bytes)) < _WORD_BYTES
+        or _row_store_bytes(out_values) < _LEAST_STORE_BYTES
+    ):
+        return 0, 0
+    return ring_bytes, targets * dim * out_values.element_size()
 
 
 def _aligned_bytes(numbers: Sequence[int]) -> int:

@@ -28,7 +28,7 @@ class Variant(NamedTuple):
     out: int  # dtype of the values written
     sources: int  # bits of the dtypes read
     modes: int  # bits of the modes that occur
-    rings: int  # bit 0: counts or heads are given; bit 1: more stamps than are staged
+    rings: int  # bit 0: counts or heads are given; 1: more stamps than are staged; 2: whole rings
 
 
 class Plain(NamedTuple):

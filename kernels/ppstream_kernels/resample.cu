@@ -5,6 +5,8 @@
 //   1. All threads bring the ring's stamps to shared memory; one thread per target brings the target.
 //   2. The thread of a target searches, judges (valid, age) and notes the two samples and a weight.
 //   3. All threads read those samples, blend and write: several values each, side by side.
+// Where a row of the batch is one tile whose narrow samples are nearly all wanted, all of them come
+// to shared memory beside the stamps; a thread per target blends there, and all write the results.
 //
 // Compiled with: STREAMS (most per launch), OUT (DTYPE_* of the values written), SOURCES (bits: the
 // DTYPE_* that are read), MODES (bits: the MODE_* that occur), RINGS (bits: RING_*). What a launch
@@ -27,6 +29,7 @@
 
 #define RING_TURNED 0  // some stream has counts or heads
 #define RING_LONG 1    // some ring has more stamps than are staged
+#define RING_WHOLE 2   // the samples of some ring are staged, too
 
 #define HAS(bits, bit) (((bits) >> (bit)) & 1)
 #define TURNS (HAS(MODES, MODE_SLERP) || HAS(MODES, MODE_ANGLE))
@@ -55,10 +58,10 @@ struct Stream {
     int tile_targets;  // at most the threads of a block
     int pack;          // values that a thread reads and writes at once
     int across;        // packs of a sample
-    int store_bytes;   // widest store that the output's alignment allows
+    int store_bytes;   // widest store that the output's alignment allows; of whole rings a row's
     int ahead_bytes;   // of the ring that a tile asks for before it is known what is needed
     int ahead_end;     // bytes of a ring that may be asked for
-    int padding;
+    int whole_bytes;   // of a ring whose samples are all staged; otherwise 0
 };
 
 struct Call {
@@ -256,7 +259,7 @@ __device__ __forceinline__ Ring open_ring(const Stream& s, u32 row) {
     return ring;
 }
 
-// Starts to bring 8 bytes from global to shared memory; all_here waits for them.
+// Starts to bring 8 or 16 bytes from global to shared memory; all_here waits for them.
 __device__ __forceinline__ void bring(i64* to, const i64* from) {
 #if __CUDA_ARCH__ >= 800
     const u32 shared_to = (u32)__cvta_generic_to_shared(to);
@@ -266,10 +269,39 @@ __device__ __forceinline__ void bring(i64* to, const i64* from) {
 #endif
 }
 
-__device__ __forceinline__ void all_here() {
+__device__ __forceinline__ void bring(uint4* to, const uint4* from) {
+#if __CUDA_ARCH__ >= 800
+    const u32 shared_to = (u32)__cvta_generic_to_shared(to);
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_to), "l"(from) : "memory");
+#else
+    *to = *from;
+#endif
+}
+
+// What this thread has begun to bring so far is one group.
+__device__ __forceinline__ void close_group() {
+#if __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
+}
+
+// All groups of all threads but the newest are here.
+__device__ __forceinline__ void older_here() {
+#if __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.wait_group 1;" ::: "memory");
+#endif
+    __syncthreads();
+}
+
+// All that this thread brought is here; the others see it behind the next __syncthreads.
+__device__ __forceinline__ void mine_here() {
 #if __CUDA_ARCH__ >= 800
     asm volatile("cp.async.wait_all;" ::: "memory");
 #endif
+}
+
+__device__ __forceinline__ void all_here() {
+    mine_here();
     __syncthreads();
 }
 
@@ -287,6 +319,12 @@ __device__ __forceinline__ void stage(const Stream& s, u32 row, i64* staged_ns) 
         bring(staged_ns + j, ring.stamps_ns + ring.slot(j << s.stage_shift) * ring.stride);
 }
 
+// Where the samples of a row of the batch begin.
+__device__ __forceinline__ u64 ring_of(const Stream& s, u32 row) {
+    const int element_bytes = s.dtype == DTYPE_FLOAT32 ? 4 : s.dtype == DTYPE_FLOAT64 ? 8 : 2;
+    return (u64)s.values + row * s.row_stride * element_bytes;
+}
+
 // The tiles of a row of the batch ask for the whole ring together, into L2. A hint only.
 __device__ __forceinline__ void ask_ahead(const Stream& s, u32 row, int tile) {
 #if __CUDA_ARCH__ >= 900
@@ -294,8 +332,7 @@ __device__ __forceinline__ void ask_ahead(const Stream& s, u32 row, int tile) {
     const int from = tile * s.ahead_bytes + threadIdx.x * most;
     const int end = min((tile + 1) * s.ahead_bytes, s.ahead_end);
     if (threadIdx.x * most < s.ahead_bytes && from < end) {
-        const int element_bytes = s.dtype == DTYPE_FLOAT32 ? 4 : s.dtype == DTYPE_FLOAT64 ? 8 : 2;
-        const u64 ring = ((u64)s.values + row * s.row_stride * element_bytes + 15) & ~15ull;
+        const u64 ring = (ring_of(s, row) + 15) & ~15ull;
         const int size = min(end - from, most);
         asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(ring + from), "r"(size));
     }
@@ -455,6 +492,22 @@ __device__ __forceinline__ Beside<W> beside_of(
     return beside;
 }
 
+__device__ __forceinline__ bool is_whole(const Stream& s) {
+    return HAS(RINGS, RING_WHOLE) && s.whole_bytes;
+}
+
+// The samples of a whole ring lie behind places and stamps; behind them its results are collected.
+__device__ __forceinline__ uint4* staged_samples(const Stream& s, uint4* shared) {
+    return shared + s.tile_targets + ((s.slots + 1) >> 1);
+}
+
+__device__ __forceinline__ void stage_samples(const Stream& s, u32 row, uint4* shared) {
+    const uint4* const from = (const uint4*)ring_of(s, row);
+    uint4* const to = staged_samples(s, shared);
+    for (int word = threadIdx.x; word < s.whole_bytes >> 4; word += blockDim.x)
+        bring(to + word, from + word);
+}
+
 struct Target {
     i64 ns;
     i64 trust;     // where its validity and age go
@@ -482,6 +535,7 @@ __device__ __forceinline__ const Place<W>* locate(
         if (HAS(MODES, MODE_CUBIC) && s.mode == MODE_CUBIC)
             ((Beside<W>*)(shared + s.tile_targets))[threadIdx.x] = beside_of<W>(found, ring, s);
     }
+    if (is_whole(s)) mine_here();
     __syncthreads();
     let_successor_in();
     if (target.is_mine) judge(call, s, target, found);
@@ -649,6 +703,51 @@ __device__ __forceinline__ void blend_lines(
     }
 }
 
+// From shared memory into it: neighbouring threads would read and write global memory far apart.
+template <class Src, int N>
+__device__ __forceinline__ void blend_mine(
+    const Stream& s, const Place<typename Wide<Src>::type>& place, const Src* src, Out* to) {
+    constexpr int all = sizeof(Out) * N;
+    const Steps<N> steps{};
+#pragma unroll 4
+    for (int part = 0; part < s.dim; part += N) {
+        const auto first = read<Src, N>(src + (place.first + part));
+        const auto second = read<Src, N>(src + (place.second + part));
+        typename Wide<Src>::type values[N];
+#pragma unroll
+        for (int k = 0; k < N; k++)
+            values[k] = between(widen(first.at[k]), widen(second.at[k]), place.weight);
+        write_words<(all < 16 ? all : 16)>(to + part, narrowed(values, steps));
+    }
+}
+
+template <class W>
+__device__ __forceinline__ void write_collected(Out* to, const Out* from, int bytes) {
+    for (int word = threadIdx.x; word < bytes / (int)sizeof(W); word += blockDim.x)
+        ((W*)to)[word] = ((const W*)from)[word];
+}
+
+template <class Src>
+__device__ __forceinline__ void blend_whole(
+    const Call& call, const Stream& s, const Tile& tile,
+    const Place<typename Wide<Src>::type>* places, uint4* shared) {
+    const Src* const src = (const Src*)staged_samples(s, shared);
+    Out* const collected = (Out*)(staged_samples(s, shared) + (s.whole_bytes >> 4));
+    if ((int)threadIdx.x < tile.targets) {
+        const auto place = places[threadIdx.x];
+        Out* const to = collected + threadIdx.x * s.dim;
+        if (sizeof(Src) == 2 && s.pack == 4) blend_mine<Src, sizeof(Src) == 2 ? 4 : 1>(s, place, src, to);
+        else if (sizeof(Src) <= 4 && s.pack == 2) blend_mine<Src, sizeof(Src) <= 4 ? 2 : 1>(s, place, src, to);
+        else blend_mine<Src, 1>(s, place, src, to);
+    }
+    __syncthreads();
+    Out* const out = first_output(call, s, tile);
+    const int bytes = tile.targets * s.dim * (int)sizeof(Out);
+    if (s.store_bytes == 16) return write_collected<uint4>(out, collected, bytes);
+    if (s.store_bytes == 8) return write_collected<uint2>(out, collected, bytes);
+    write_collected<u32>(out, collected, bytes);
+}
+
 // In (-pi, pi], by whole turns; what lies in there already is returned exactly.
 __device__ __forceinline__ double wrapped(double radians) {
     constexpr double pi = 3.141592653589793, turn = 6.283185307179586;
@@ -763,6 +862,8 @@ __device__ __forceinline__ void lines(
     const Call& call, const Stream& s, const Tile& tile, const Ring& ring, const Target& target,
     const Cursor& at, uint4* shared) {
     const auto places = locate<typename Wide<Src>::type>(call, s, ring, target, shared);
+    if constexpr (!IS_SCALED)
+        if (is_whole(s)) return blend_whole<Src>(call, s, tile, places, shared);
     if constexpr (sizeof(Src) == 2)
         if (s.pack == 8) return blend_lines<Src, 8>(call, s, tile, at, places);
     if constexpr (sizeof(Src) <= 4)
@@ -807,6 +908,7 @@ resample(const __grid_constant__ Call call) {
 
     wait_for_forerunner();
     stage(s, row, (i64*)(shared + s.tile_targets * words_of_place(s)));
+    if (is_whole(s)) close_group(), stage_samples(s, row, shared), close_group();
     const int at = from + threadIdx.x;
     Target target = {0, call.trust_column + stream_at, (int)threadIdx.x < tile.targets};
     if (target.is_mine)
@@ -815,9 +917,13 @@ resample(const __grid_constant__ Call call) {
     if (s.ahead_bytes) ask_ahead(s, row, tile_at);
     target.trust += ((i64)row * call.targets + at) * call.trust_width;
     const Cursor cursor(s.across);
-    all_here();
+    if (is_whole(s)) older_here();  // the samples go on coming while targets are searched
+    else all_here();
 
-    if (HAS(RINGS, RING_TURNED) && ring.count == 0) return write_nothing(call, s, tile, target);
+    if (HAS(RINGS, RING_TURNED) && ring.count == 0) {
+        if (is_whole(s)) mine_here();
+        return write_nothing(call, s, tile, target);
+    }
     if (TURNS && (s.mode == MODE_SLERP || s.mode == MODE_ANGLE))
         return turns(call, s, tile, ring, target, shared);
     if constexpr (HAS(SOURCES, DTYPE_FLOAT32))

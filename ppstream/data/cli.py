@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -63,6 +64,8 @@ def summary(end: JobEnd, out: Path) -> str:
         lines.append(f"{'  invalid in ' + group:<22}{bad / max(1, total):>10.2%} of targets")
     if short := sum(record.too_short for record in whole):
         lines.append(f"{'too short stretches':<22}{short:>10}")
+    for topic, frames in _frames_left(whole).items():
+        lines.append(f"{'frames left out':<22}{frames:>10} of {topic}: they stay in the recordings")
     lines += [f"skipped {record.name}: {record.error}" for record in skipped]
     lines += [f"note on {record.name}: {note}" for record in end.records for note in record.notes]
     lines.append(
@@ -79,6 +82,14 @@ def _invalid(records: Sequence[InputRecord]) -> dict[str, list[int]]:
             one[0] += bad
             one[1] += total
     return counts
+
+
+def _frames_left(records: Sequence[InputRecord]) -> Counter[str]:
+    """By topic, in the order in which they were found."""
+    found: Counter[str] = Counter()
+    for record in records:
+        found.update(record.frames_left or {})
+    return found
 
 
 @contextmanager

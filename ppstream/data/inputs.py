@@ -42,6 +42,7 @@ class InputData(NamedTuple):
     frame_ns: NDArray[np.int64]  # [n], where tasks change; empty: one task
     tasks: list[str]  # [n]
     videos: dict[str, VideoSegment]  # by stream
+    frames_left: dict[str, int]  # that stay in the recording, by topic
 
     def tasks_at(self, times_ns: NDArray[np.int64], task: str) -> list[str]:
         """The task of each time; ``task`` where the input names none."""
@@ -91,6 +92,7 @@ def read_input(one: DataInput, config: PipelineConfig) -> InputData:
     if one.episode is not None:
         found = LeRobotFolder(one.path).episode(one.episode, config.streams)
         recording = found.recording.select(config.streams)
-        return InputData(recording, found.frame_ns, found.tasks, found.videos)
+        return InputData(recording, found.frame_ns, found.tasks, found.videos, {})
     recording = load_recording(one.path, config.streams, config.record.robot)
-    return InputData(recording.select(config.streams), np.zeros(0, np.int64), [], {})
+    chosen = recording.select(config.streams)
+    return InputData(chosen, np.zeros(0, np.int64), [], {}, recording.images)

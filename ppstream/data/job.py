@@ -47,6 +47,7 @@ class InputRecord(NamedTuple):
     too_short: int = 0  # stretches between two resets without a window
     notes: tuple[str, ...] = ()  # what its reader warned of
     summary: dict[str, Any] | None = None
+    frames_left: dict[str, int] | None = None  # that stay in the recording, by topic
 
 
 class JobEnd(NamedTuple):
@@ -210,7 +211,7 @@ def make_part(state: Path, number: int, one: DataInput, settings: DataSettings) 
         else:
             os.replace(scratch, file)
             about = prepared.windows, prepared.too_short, tuple(notes)
-            record = InputRecord(number, one.name, seen, "", *about, summary)
+            record = InputRecord(number, one.name, seen, "", *about, summary, prepared.frames_left)
     _replace(_record_file(state, number), json.dumps(record._asdict()))
     return record
 

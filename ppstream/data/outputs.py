@@ -56,6 +56,7 @@ class PreparedInput(NamedTuple):
     episodes: list[PreparedEpisode]
     too_short: int
     cutter: BatchCutter
+    frames_left: dict[str, int]  # that stay in the recording, by topic
 
     def chunks(self, one: PreparedEpisode) -> Iterator[dict[str, NDArray[Any]]]:
         """Tensors of an episode's windows in order, some at a time."""
@@ -95,7 +96,8 @@ def prepare(one: DataInput, settings: DataSettings) -> PreparedInput:
         PreparedEpisode(each, source.tasks_at(each.ends_ns, settings.task), source.videos)
         for each in found.episodes
     ]
-    return PreparedInput(prepared, found.too_short, BatchCutter(settings.config, settings.steps))
+    cutter = BatchCutter(settings.config, settings.steps)
+    return PreparedInput(prepared, found.too_short, cutter, source.frames_left)
 
 
 def output_of(settings: DataSettings) -> OutputFormat:

@@ -43,7 +43,13 @@ class FieldReader:
             f"streams: {s.name!r} does not say where {path} has it; give it "
             'recorded = { topic = "...", fields = ["..."] }'
             for s in streams
-            if s.recorded is None
+            if s.recorded is None and s.image is None
+        ]
+        missing += [
+            f"streams: {s.name!r} is a camera, and of {path} frames are not read; only recordings "
+            "of ppstream and LeRobot folders have cameras: leave the stream out"
+            for s in streams
+            if s.image is not None
         ]
         if missing or not streams:
             raise ConfigError(missing or [f"{path}: no stream declares where it is recorded"])

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import logging
 import struct
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -35,6 +36,7 @@ from ppstream.recording.mcap_schema import (
     parse_topic,
 )
 from ppstream.recording.recording import (
+    IMAGES,
     RecordedFrames,
     RecordedStep,
     Recording,
@@ -160,17 +162,20 @@ def _of_others(
 ) -> Recording:
     reader = FieldReader(path, streams)
     topics: set[str] = set()
+    images: Counter[str] = Counter()
     decoders: dict[str, Callable[[bytes], object]] = {}
     for found in records:
         if not isinstance(found, EncodedMessage):
             continue
         topics.add(found.topic)
+        if found.schema is not None and found.schema.name in IMAGES:
+            images[found.topic] += 1
         if found.topic in reader.topics:
             decode = decoders.get(found.topic)
             if decode is None:
                 decode = decoders[found.topic] = _decoder(path, found)
             reader.add(found.topic, decode(found.data), found.at_ns)
-    return Recording(reader.tracks(topics))
+    return Recording(reader.tracks(topics), images=images)
 
 
 def _decoder(path: Path, found: EncodedMessage) -> Callable[[bytes], object]:
@@ -235,7 +240,7 @@ class _Camera:
         self.end = 0  # number behind the newest frame
         self.lost = 0  # what the recorder had to drop
         self._path = path
-        self._topic = ""
+        self.topic = ""
         self._schema = ""
         self._size: tuple[int, int] | None = None
         self._found: list[tuple[int, int]] = []  # stamp and arrival
@@ -243,7 +248,7 @@ class _Camera:
 
     def add(self, found: EncodedMessage) -> None:
         """Raises ConfigError when the message is no frame, or not as those before."""
-        self._topic = found.topic
+        self.topic = found.topic
         self._schema = found.schema.name if found.schema is not None else ""
         if self._schema == FOXGLOVE[CompressedImage] and not self._positions:
             need_jpeg(f"{self._path}: {found.topic}")
@@ -258,6 +263,10 @@ class _Camera:
         self.end = found.number
         self._found.append((facts.stamp_ns, found.happened_ns))
         self._positions.append(found.position)
+
+    @property
+    def count(self) -> int:
+        return len(self._positions)
 
     def track(self) -> Track:
         """With arrivals on rank 0's clock."""
@@ -280,7 +289,7 @@ class _Camera:
             raise self._unreadable(number, error) from error
 
     def _unreadable(self, number: int, error: Exception) -> ConfigError:
-        return unreadable(self._path, error, f"frame {number + 1} of {self._topic}: ")
+        return unreadable(self._path, error, f"frame {number + 1} of {self.topic}: ")
 
 
 class _Robot:
@@ -316,7 +325,9 @@ class _Robot:
             for name, (stamps, values, arrivals) in zip(tracks, _columns(tracks), strict=True)
         }
         lost = {name: stream.lost for name, stream in self.streams.items() if stream.lost}
-        return Recording(shifted, self._whole_steps(), lost, self._name)
+        cameras = [one for one in self.streams.values() if isinstance(one, _Camera)]
+        images = {camera.topic: camera.count for camera in cameras}
+        return Recording(shifted, self._whole_steps(), lost, self._name, images)
 
     def _whole_steps(self) -> list[RecordedStep]:
         """In order, and only those whose samples are all in the file."""

@@ -25,6 +25,12 @@ if TYPE_CHECKING:
 
 DAMAGE_CHARS: Final = 300
 KINDS: Final = {".mcap": "MCAP", ".bag": "a ROS bag", ".ulg": "ULog"}
+#: Types of messages that hold a frame, of ROS and of Foxglove.
+IMAGES: Final = frozenset(
+    {f"sensor_msgs/{kind}{name}" for kind in ("", "msg/") for name in ("Image", "CompressedImage")}
+    | {f"foxglove.{name}" for name in ("RawImage", "CompressedImage", "CompressedVideo")}
+    | {f"foxglove_msgs/msg/{name}" for name in ("RawImage", "CompressedImage", "CompressedVideo")}
+)
 #: For a file that is damaged, by its suffix.
 REMEDIES: Final = {
     ".mcap": "`mcap recover FILE` keeps what is whole",
@@ -92,7 +98,10 @@ class RecordedMessage(NamedTuple):
 
 
 class Recording:
-    """Tracks by stream name; of a run, the steps that can be repeated, and what was lost of it."""
+    """Tracks by stream name; of a run, the steps that can be repeated, and what was lost of it.
+
+    ``images`` counts, by topic, the frames that the file holds, whether a track has them or not.
+    """
 
     def __init__(
         self,
@@ -100,11 +109,13 @@ class Recording:
         steps: Sequence[RecordedStep] = (),
         lost: Mapping[str, int] | None = None,
         robot: str = "",
+        images: Mapping[str, int] | None = None,
     ) -> None:
         self.tracks = dict(tracks)
         self.robot = robot  # its name, if that was recorded
         self.steps = tuple(steps)
         self.lost = dict(lost or {})
+        self.images = dict(images or {})
 
     @property
     def first_ns(self) -> int:
@@ -143,7 +154,7 @@ class Recording:
                 chosen[stream.name] = track._replace(values=values)
         if problems:
             raise ConfigError(problems)
-        return Recording(chosen, self.steps, self.lost, self.robot)
+        return Recording(chosen, self.steps, self.lost, self.robot, self.images)
 
     def messages(self, batch_ns: int) -> Iterator[RecordedMessage]:
         """All samples in order of time; those of one stream within ``batch_ns`` go together.

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ppstream.core.errors import ConfigError
 from ppstream.recording.field_reader import FieldReader
-from ppstream.recording.recording import Recording
+from ppstream.recording.recording import IMAGES, Recording
 
 if TYPE_CHECKING:
     from ppstream.config.schema import StreamConfig
@@ -31,10 +32,14 @@ def load_bag(path: Path, streams: Sequence[StreamConfig]) -> Recording:
     with AnyReader([path], default_typestore=get_typestore(Stores.LATEST)) as reader:
         topics = {connection.topic for connection in reader.connections}
         chosen = [c for c in reader.connections if c.topic in fields.topics]
+        images: Counter[str] = Counter()
+        for one in reader.connections:
+            if one.msgtype in IMAGES:
+                images[one.topic] += one.msgcount
         for connection, at_ns, data in reader.messages(connections=chosen) if chosen else ():
             message = reader.deserialize(data, connection.msgtype)
             fields.add(connection.topic, message, at_ns)
-    return Recording(fields.tracks(topics))
+    return Recording(fields.tracks(topics), images=images)
 
 
 def cdr_decoder(name: str, form: str, definition: str) -> Callable[[bytes], object]:

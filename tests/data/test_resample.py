@@ -8,18 +8,22 @@ import signal
 import subprocess
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
+from recording_files import S, Samples, picture, with_camera, write_images
 from resample_runs import command, resampled, settings, write_config, write_recording
 from robot_rig import wait_until
 from safetensors.numpy import load_file
-from stream_cases import stream
+from stream_cases import MS, Input, config, stream
 
+from ppstream.config.schema import RecordedAs
 from ppstream.core.errors import ExitCode
 from ppstream.data.cli import SKIPPED, main
 from ppstream.data.cutting import BatchCutter
 from ppstream.data.episode import Cut, RecordedEpisode, episodes_of
 from ppstream.recording.load import load_recording
+from ppstream.recording.mcap_writer import open_recorder
 
 pq = pytest.importorskip("pyarrow.parquet")
 
@@ -257,8 +261,62 @@ def test_bad_shards_are_refused(run: Path, tmp_path: Path) -> None:
 def test_a_stream_that_is_not_recorded_is_named(
     recordings: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from stream_cases import config
-
     run = write_config(tmp_path, config(stream("legs")))
     assert make(run, tmp_path / "out", *recordings[:1]) == ExitCode.CONFIG
     assert "'legs' is not recorded, want one of arm, gripper" in capsys.readouterr().err
+
+
+def test_frames_that_stay_in_recordings_are_counted_by_topic(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    inputs = []
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        inputs.append(write_images(tmp_path / name, Samples.drawn(), frames=7))
+    imu = stream("imu", dim=3, rate_hz=100)
+    imu = msgspec.structs.replace(imu, recorded=RecordedAs(topic="/imu", fields=("joints",)))
+    run = write_config(tmp_path, config(imu, steps=4))
+    assert make(run, tmp_path / "out", *inputs) == 0
+    said = capsys.readouterr().out
+    for frames, topic in ((14, "/top"), (28, "/wrist/image_raw")):
+        (line,) = [line for line in said.splitlines() if f"of {topic}:" in line]
+        assert line.split()[:4] == ["frames", "left", "out", str(frames)]
+    assert make(run, tmp_path / "out", *inputs) == 0
+    assert capsys.readouterr().out == said, "a complete data set still knows"
+
+
+def test_frames_of_an_own_recording_are_counted_and_their_numbers_stay(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recorded = with_camera(settings(), 4, 6, file=str(tmp_path / "run.mcap"), frames="raw")
+    (row,) = Input(recorded).rows
+    row.open(1)
+    recorder = open_recorder(recorded, "run")
+    assert recorder is not None
+    recorder.tap([row])
+    for step in range(40):
+        stamp_ns = S + 10 * MS * step
+        for name, dim in (("arm", 3), ("gripper", 1)):
+            sample = np.full((1, dim), step, np.float32)
+            row.rings[name].append(np.array([stamp_ns]), sample, stamp_ns)
+        if step % 3 == 0:
+            frame = picture(4, 6, step).reshape(1, -1)
+            row.rings["wrist"].append(np.array([stamp_ns]), frame, stamp_ns)
+    recorder.close()
+    run = write_config(tmp_path, recorded)
+    assert make(run, tmp_path / "out", tmp_path / "run.mcap") == 0
+    said = capsys.readouterr().out
+    (line,) = [line for line in said.splitlines() if "/cameras/wrist:" in line]
+    assert line.split()[:4] == ["frames", "left", "out", "14"]
+    assert max(frames_in(tmp_path / "out")["frame_index.wrist"]) == 13
+
+
+def test_a_camera_of_another_software_s_recording_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_images(tmp_path, Samples.drawn())
+    run = write_config(tmp_path, with_camera(settings(), 4, 6))
+    assert make(run, tmp_path / "out", path) == ExitCode.CONFIG
+    said = capsys.readouterr().err
+    assert "'wrist' is a camera, and of" in said
+    assert "'wrist' does not say" not in said

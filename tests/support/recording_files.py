@@ -108,6 +108,32 @@ def write_bag(folder: Path, samples: Samples, storage: str) -> Path:
     return folder / ("run.bag" if is_ros1 else "bag")
 
 
+def write_images(folder: Path, samples: Samples, frames: int = 7) -> Path:
+    """As ``write_json``, with JPEGs of Foxglove's and raw frames of ROS's kind beside it."""
+    writers = pytest.importorskip("mcap.writer")
+    with (folder / "run.mcap").open("wb") as file:
+        writer = writers.Writer(file)
+        writer.start()
+        imu, jpeg, raw = (
+            writer.register_channel(topic, encoding, writer.register_schema(name, form, b"{}"))
+            for topic, encoding, name, form in (
+                ("/imu", "json", "Imu", "jsonschema"),
+                ("/top", "json", "foxglove.CompressedImage", "jsonschema"),
+                ("/wrist/image_raw", "cdr", "sensor_msgs/msg/Image", "ros2msg"),
+            )
+        )
+        for stamp_ns, at_ns, values in zip(*samples, strict=True):
+            stamp = {"sec": int(stamp_ns) // S, "nsec": int(stamp_ns) % S}
+            body = {"header": {"stamp": stamp}, "joints": values.tolist()}
+            writer.add_message(imu, int(at_ns), json.dumps(body).encode(), int(at_ns))
+        for at_ns in samples.arrivals_ns[:frames].tolist():
+            writer.add_message(jpeg, at_ns, b'{"format": "jpeg", "data": ""}', at_ns)
+            writer.add_message(raw, at_ns, bytes(16), at_ns)
+            writer.add_message(raw, at_ns, bytes(16), at_ns)
+        writer.finish()
+    return folder / "run.mcap"
+
+
 def write_sqlite(folder: Path, samples: Samples) -> Path:
     return write_bag(folder, samples, "SQLITE3")
 

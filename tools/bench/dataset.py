@@ -1,6 +1,6 @@
 """Trajectories a second, resampled from memory, safetensors and MCAP, on one GPU and several.
 
-    python tools/bench/dataset.py [--gpus 1 2 4] [--parts device pinned ...] [--lerobot PYTHON]
+    python tools/bench/dataset.py [--gpus 1 2 4] [--parts device pinned ...] [--lerobot [PYTHON]]
         [--rounds 5] [--scale 1.0] [--cold] [--folder DIR] [--json FILE]
 
 120 -> 100 x 14 and 100 -> 50 x 32 (samples -> targets x values) in bfloat16 and float32; one
@@ -14,7 +14,7 @@ process's time, the median of rounds that go through all ways in turn. The parts
 ``mcap``         from a recording of ppstream's own form, whose decoder's share is named
 ``rtx``          10^6 trajectories of 120 x 14, in chunks that fit memory
 ``loop``         a training step of 180 ms beside the loader: how long the step waits for its input
-``peers``        numpy, and LeRobot's loader on the same data where PYTHON has it
+``peers``        numpy; and LeRobot's loader where PYTHON has it, beside ours on the same folder
 
 Files are read warm, from the page cache, unless ``--cold`` drops them from it before each round.
 Without a GPU everything runs once on the CPU with tiny sizes, and says so: no target is judged.
@@ -37,7 +37,7 @@ from typing import Any, Final, NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # tools/
 
 import torch
-from bench import dataset_parts, dataset_peers
+from bench import dataset_parts, dataset_peers, peers_environments
 from bench.dataset_parts import PARTS, Settings, Taken
 from claimed_numbers import Claim, ratio, throughput
 from real_runs import Target, print_environment, print_targets, write_json
@@ -90,7 +90,10 @@ def main() -> int:
             for gpus in numbers if part in dataset_parts.SCALING else numbers[:1]:
                 rows += _measured(part, gpus, settings)
         if "peers" in arguments.parts:
-            rows += _lerobot_rows(settings, arguments.lerobot)
+            python = arguments.lerobot
+            if python == "":
+                python = str(peers_environments.python_with("datasets"))
+            rows += _lerobot_rows(settings, python)
     targets, missing = targets_of(rows) if found else ([], [])
     print_targets(targets)
     for what in missing:
@@ -152,21 +155,29 @@ def _row(part: str, gpus: int, of_ranks: Sequence[Taken]) -> DatasetRate:
 
 
 def _lerobot_rows(settings: Settings, python: str | None) -> list[DatasetRate]:
-    """LeRobot's loader, which holds no stamps: its windows are frames, as they lie."""
+    """LeRobot's loader on a folder of one rate, and ours on the same one.
+
+    LeRobot holds no stamps: its windows are frames, as they lie.
+    """
     if python is None:
         print("peers       LeRobot is not installed here, and --lerobot names no interpreter")
         return []
     rows = []
     for shape in dataset_parts.SHAPES:
-        batches = max(2, int(LEROBOT_BATCHES * min(1.0, settings.scale * 10)))
-        found = dataset_peers.by_lerobot(python, shape, LEROBOT_EPISODES, batches)
-        if isinstance(found, str):
-            print(f"peers       LeRobot: {found}")
-            continue
-        case = dataset_parts.Case(*shape, torch.float32)
-        note = "two workers, frames without resampling"
-        taken = Taken(str(case), "LeRobot's loader", found[0], 0, [found[1]], note)
-        rows.append(_row("peers", 1, [taken]))
+        with tempfile.TemporaryDirectory(dir=settings.folder) as folder:
+            given = shape, LEROBOT_EPISODES, LEROBOT_BATCHES, f"{folder}/made"
+            found = dataset_peers.by_lerobot(python, *given)
+            if isinstance(found, str):
+                print(f"peers       LeRobot: {found}")
+                continue
+            ours = dataset_peers.by_windows(shape, *given[2:])
+        case = str(dataset_parts.Case(*shape, torch.float32))
+        for way, one, what in (
+            ("LeRobot's loader", found, "frames as they lie"),
+            ("Windows", ours, "resampled"),
+        ):
+            note = f"{dataset_peers.WORKERS} workers on the CPU, {what}"
+            rows.append(_row("peers", 1, [Taken(case, way, one[0], 0, [one[1]], note)]))
     return rows
 
 
@@ -240,7 +251,14 @@ def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--gpus", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--lerobot", metavar="PYTHON", default=own, help="that has LeRobot")
+    parser.add_argument(
+        "--lerobot",
+        metavar="PYTHON",
+        nargs="?",
+        default=own,
+        const="",
+        help="that has LeRobot; without PYTHON one is made by pip, or was",
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--scale", type=float, default=1.0, help="of all sizes on GPUs")
     parser.add_argument("--cold", action="store_true", help="drop files from the page cache")
