@@ -155,7 +155,7 @@ class GatewaySession:
             async with asyncio.timeout(_left_s(until_ns) + OVERDUE_S):
                 return await self._answer(observation, received_ns, until_ns)
         except TimeoutError as error:  # no wait of its own ended
-            reason = f"the gateway did not get to this observation in time; {self._limit()}"
+            reason = f"no actions came: the gateway did not get to it in time; {self._limit()}"
             raise NoAnswerError(reason, "timeout") from error
 
     async def _answer(

@@ -135,7 +135,7 @@ def test_an_observation_is_given_up_in_time_though_no_thread_gets_to_it() -> Non
         try:
             asking.join(30)
             assert errors == [
-                "timeout: the gateway did not get to this observation in time; "
+                "timeout: no actions came: the gateway did not get to it in time; "
                 "gateway.timeout_ms is 50"
             ]
         finally:
