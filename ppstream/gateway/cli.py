@@ -27,7 +27,7 @@ from ppstream.core.interpreter import set_switch_interval
 from ppstream.gateway.modality_file import run_of
 from ppstream.gateway.request_log import RequestCounts, RequestLog
 from ppstream.gateway.shared_server import HandedOver, SharedServer, process_count
-from ppstream.gateway.wires import Access, wire_of
+from ppstream.gateway.wires import Access, sockets_max, wire_of
 
 if TYPE_CHECKING:
     from ppstream.config.schema import GatewayConfig, PipelineConfig
@@ -106,7 +106,8 @@ async def serve(
             server: WireServer = wire_of(gateway).build(config, gateway, access, counts[index])
             processes = process_count(config, gateway)
             if given is None and arguments is not None and processes > 1:
-                server = SharedServer(gateway, index, processes, arguments)
+                most = sockets_max(config)
+                server = SharedServer(gateway, index, processes, most, arguments)
             try:
                 await stack.enter_async_context(server)
             except OSError as error:

@@ -324,7 +324,7 @@ class GrootServer:
             try:
                 async with robot.turn:
                     await self._in_thread(session.open)
-            except PpstreamError:
+            except BaseException:  # else its next request finds one that is not open
                 self._robots.pop(request.client, None)
                 await self._in_thread(session.close)
                 raise

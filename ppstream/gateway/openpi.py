@@ -36,7 +36,8 @@ from ppstream.gateway.session import (
     gateway_keys,
     reason_of,
 )
-from ppstream.gateway.wires import Access
+from ppstream.gateway.shared_server import process_count, share_of
+from ppstream.gateway.wires import Access, sessions_max, sockets_max
 from ppstream.robot.contract import ask_contract
 from ppstream.wire.openpi import decode, encode
 from ppstream.wire.robot_messages import SERVING
@@ -53,8 +54,6 @@ ENDPOINT: Final = "endpoint"  # a request that is no observation, in dialects of
 EPISODE: Final = "session_id"  # of a request, in the same dialects: another one is a new episode
 OMNI_PATH: Final = "/v1/realtime/robot/openpi"  # vLLM-Omni's: bare actions, errors as maps
 RESET_DONE: Final = {"status": "reset successful"}
-SPARE_CONNECTIONS: Final = 8  # beyond the rows: those that a robot has just left, and refused ones
-SPARE_SOCKETS: Final = 64  # beyond those: opening handshakes and health
 OPEN_LIMIT_S: Final = 10.0
 SEND_LIMIT_S: Final = 5.0  # a reader that takes no reply for so long is gone
 CLOSE_LIMIT_S: Final = 2.0
@@ -79,7 +78,9 @@ class OpenpiServer:
         self._config, self._gateway, self._requests = config, gateway, requests
         self._api_key, self._tls, self._connections = access
         self._keys = gateway_keys(gateway)
-        self._sessions_max = config.batch.rows + SPARE_CONNECTIONS
+        self._sockets_max = sockets_max(config)
+        sharing = 1 if self._connections is None else process_count(config, gateway)
+        self._sessions_max = share_of(sessions_max(config), sharing)
         self._threads = ThreadPoolExecutor(self._sessions_max + 1, "ppstream-gateway")
         self._sessions: set[GatewaySession] = set()
         self._sockets = 0
@@ -139,7 +140,7 @@ class OpenpiServer:
 
     def _accept_socket(self) -> bool:
         self._sockets += 1
-        return self._sockets <= self._sessions_max + SPARE_SOCKETS
+        return self._sockets <= self._sockets_max
 
     def _leave_socket(self) -> None:
         self._sockets -= 1
@@ -191,6 +192,8 @@ class OpenpiServer:
         parts = (self._config, self._gateway, self._keys, robot)
         session = GatewaySession(*parts, in_thread=self._in_thread)
         self._sessions.add(session)
+        assert isinstance(connection, _Counted), "it was accepted"
+        connection.place.hold()  # until its session has ended, too
         try:
             await self._in_thread(session.open)
             logger.info("%s is robot %s", connection.remote_address, robot)
@@ -207,6 +210,7 @@ class OpenpiServer:
         finally:
             await self._in_thread(session.close)
             self._sessions.discard(session)
+            connection.place.release()
 
     async def _answer_all(
         self, connection: ServerConnection, session: GatewaySession, robot: str
@@ -298,20 +302,42 @@ def build(
     return OpenpiServer(config, gateway, access, requests)
 
 
-def _counted(take: Callable[[], bool], leave: Callable[[], None]) -> type[ServerConnection]:
-    """Makes connections that count from their first byte on, and end at once when refused."""
+class _Place:
+    """Room that a connection takes, until both it and its session have ended."""
 
-    class Counted(ServerConnection):
-        def connection_made(self, transport: asyncio.BaseTransport) -> None:
-            super().connection_made(transport)
-            if not take():
-                self.transport.abort()
+    def __init__(self, leave: Callable[[], None]) -> None:
+        self._leave, self._holders = leave, 1
 
-        def connection_lost(self, exc: Exception | None) -> None:
-            leave()
-            super().connection_lost(exc)
+    def hold(self) -> None:
+        self._holders += 1
 
-    return Counted
+    def release(self) -> None:
+        self._holders -= 1
+        if not self._holders:
+            self._leave()
+
+
+class _Counted(ServerConnection):
+    """A connection that counts from its first byte on, and ends at once when refused."""
+
+    take: Callable[[], bool]
+    leave: Callable[[], None]
+    place: _Place
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self.place = _Place(self.leave)
+        if not self.take():
+            self.transport.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.place.release()
+        super().connection_lost(exc)
+
+
+def _counted(take: Callable[[], bool], leave: Callable[[], None]) -> type[_Counted]:
+    """Connections of one server, which ``take`` and ``leave`` count."""
+    return type("Counted", (_Counted,), {"take": staticmethod(take), "leave": staticmethod(leave)})
 
 
 def metadata(config: PipelineConfig, gateway: GatewayConfig) -> dict[str, Any]:

@@ -30,6 +30,7 @@ from ppstream.wire.robot_messages import ActionChunk
 
 CONNECT_LIMIT_S: Final = 2.0  # for a session: a row that is being given back is free by then
 MIN_WAIT_S: Final = 1e-3
+OVERDUE_S: Final = 0.5  # behind ``timeout_ms``: every request is answered by then, come what may
 AT_ONCE_BYTES: Final = 4_000_000  # of a message: a larger one is decoded beside the event loop
 
 
@@ -150,6 +151,16 @@ class GatewaySession:
             NoAnswerError: none came within ``timeout_ms``, or they may not be executed any more.
         """
         until_ns = received_ns + round(self._gateway.timeout_ms * NS_PER_MS)
+        try:
+            async with asyncio.timeout(_left_s(until_ns) + OVERDUE_S):
+                return await self._answer(observation, received_ns, until_ns)
+        except TimeoutError as error:  # no wait of its own ended
+            reason = f"no actions came: the gateway did not get to it in time; {self._limit()}"
+            raise NoAnswerError(reason, "timeout") from error
+
+    async def _answer(
+        self, observation: Mapping[str, Any], received_ns: int, until_ns: int
+    ) -> Reply:
         samples, prompt = self._map.samples(observation), self._map.prompt(observation)
         if not self.client.ready or self._is_new(prompt):
             await self._in_thread(self._prepare, prompt, received_ns, until_ns)

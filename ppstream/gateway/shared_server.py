@@ -1,8 +1,9 @@
 """SharedServer and HandedOver: connections of one ``[[gateway]]``, shared out among processes.
 
 One process runs one thread of Python at a time, which robots with frames soon fill. So this one
-accepts, and hands each connection to the process that has the fewest; that process tells the end of
-each. A process that ends costs its own robots alone: another takes its place.
+accepts, counts all, and hands each connection to the process that has the fewest; that process
+tells the end of each, and has its share of the gateway's sessions. A process that ends costs its
+own robots alone: another takes its place.
 """
 
 from __future__ import annotations
@@ -41,6 +42,14 @@ def process_count(config: PipelineConfig, gateway: GatewayConfig) -> int:
     return max(1, min(PROCESSES_MAX, config.batch.rows, int(usable_cpus()) // 2))
 
 
+def share_of(total: int, processes: int) -> int:
+    """Of ``total``, for each process: together they have no fewer.
+
+    Each connection goes to the process with the fewest, so one that is full is so like all others.
+    """
+    return -(-total // processes)
+
+
 class HandedOver(socket.socket):
     """A listening socket, as asyncio takes one, whose connections another process accepts.
 
@@ -52,6 +61,7 @@ class HandedOver(socket.socket):
     def __init__(self, fd: int, on_end: Callable[[], None]) -> None:
         super().__init__(fileno=fd)
         self._on_end = on_end
+        self._untold = 0  # ends that the channel had no room for
 
     def listen(self, _backlog: int = 0) -> None:
         """Nothing: the other process listens."""
@@ -63,19 +73,21 @@ class HandedOver(socket.socket):
             self._on_end()
             raise BlockingIOError
         if not fds:  # none was left for it
-            self._tell_end()
+            self.tell_end()
             raise ConnectionAbortedError
         os.set_inheritable(fds[0], False)  # noqa: FBT003 - takes no name
-        connection = _Accepted(fds[0], self._tell_end)
+        connection = _Accepted(fds[0], self.tell_end)
         try:
             return connection, connection.getpeername()
         except OSError as error:  # its client has left
             connection.close()
             raise ConnectionAbortedError from error
 
-    def _tell_end(self) -> None:
+    def tell_end(self) -> None:
+        """Say that a connection has ended, and its session."""
+        self._untold += 1
         with suppress(OSError):
-            self.send(ENDED)
+            self._untold -= self.send(ENDED * self._untold)
 
 
 class _Accepted(socket.socket):
@@ -100,13 +112,20 @@ class SharedServer:
         gateway: of the configuration.
         index: its place there.
         processes: 2 or more.
+        sockets_max: connections of all of them together; a further one is cut off.
         arguments: of a ``ppstream gateway`` with the same configuration.
     """
 
     def __init__(
-        self, gateway: GatewayConfig, index: int, processes: int, arguments: Sequence[str]
+        self,
+        gateway: GatewayConfig,
+        index: int,
+        processes: int,
+        sockets_max: int,
+        arguments: Sequence[str],
     ) -> None:
         self._gateway = gateway
+        self._sockets_max = sockets_max
         self._path = f"gateway[{index}]"
         self._command = [*bound_command("ppstream.gateway", *arguments), "--serve", str(index)]
         self._workers = [_Worker() for _ in range(processes)]
@@ -157,7 +176,8 @@ class SharedServer:
     def _hand_over(self, connection: socket.socket) -> None:
         """Give it to whoever has the fewest; where nobody can take it, its client is cut off."""
         worker = min(self._workers, key=_Worker.load)
-        if worker.channel is not None:
+        is_full = sum(one.connections for one in self._workers) >= self._sockets_max
+        if worker.channel is not None and not is_full:
             with suppress(OSError):
                 socket.send_fds(worker.channel, (BEGUN,), (connection.fileno(),))
                 worker.connections += 1
@@ -231,6 +251,7 @@ class _Worker:
             asyncio.get_running_loop().remove_reader(self.channel)
             self.channel.close()
             self.channel = None
+            self.connections = 0  # its robots' have ended with it
 
     async def end(self) -> None:
         """End the process, after what it still has to say."""

@@ -17,6 +17,18 @@ if TYPE_CHECKING:
     from ppstream.gateway.shared_server import HandedOver
 
 PACKAGE: Final = "ppstream.gateway"
+SPARE_SESSIONS: Final = 8  # beyond the rows: those that a robot has just left, and refused ones
+SPARE_SOCKETS: Final = 64  # beyond those: opening handshakes and health
+
+
+def sessions_max(config: PipelineConfig) -> int:
+    """Robots of one gateway at once, among them those that are being refused or have just left."""
+    return config.batch.rows + SPARE_SESSIONS
+
+
+def sockets_max(config: PipelineConfig) -> int:
+    """Connections of one gateway at once, whatever they are for."""
+    return sessions_max(config) + SPARE_SOCKETS
 
 
 class Access(NamedTuple):

@@ -153,7 +153,7 @@ async def ask_on_loop(
     another host. A cancelled call continues there until its timeout. Errors as ``ask`` raises them.
     """
     until_ns = now_ns() + round(timeout_s * NS_PER_S)
-    asking = client.begin_asking(samples, stamp_ns, waits=False)
+    asking = client.begin_asking(samples, stamp_ns)
     if asking is None:
         return await in_thread(client.ask, samples, timeout_s, stamp_ns)
     try:

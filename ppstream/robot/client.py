@@ -236,7 +236,7 @@ class RobotClient:
             stamp_ns: of all samples; None: now.
 
         Raises:
-            TimeoutError: no such chunk came in time.
+            TimeoutError: no such chunk came in time, or another ``ask`` or a callback took it.
             PeerLostError: rank 0 cannot receive samples now.
             SpecError: as ``push``.
             PpstreamError: ``connect`` was not called, or this is a callback of the client.
@@ -244,8 +244,12 @@ class RobotClient:
         """
         until_ns = now_ns() + round(timeout_s * NS_PER_S)
         self._living_link().refuse_callbacks()
-        asking = self.begin_asking(samples, stamp_ns)
-        assert asking is not None, "it waited"
+        asking = self.begin_asking(samples, stamp_ns, wait_s=timeout_s)
+        if asking is None:
+            raise TimeoutError(
+                f"another ask() of this client has waited for {timeout_s:g} s, and one waits at a "
+                "time; allow more time, or ask in turn"
+            )
         is_sent = False
         try:
             is_sent = asking.link.send_and_work(asking.send, asking.is_answered, until_ns)
@@ -254,14 +258,14 @@ class RobotClient:
         return asking.result(timeout_s, is_sent=is_sent)
 
     def begin_asking(
-        self, samples: Mapping[str, Any], stamp_ns: int | None = None, *, waits: bool = True
+        self, samples: Mapping[str, Any], stamp_ns: int | None = None, *, wait_s: float = 0
     ) -> Asking | None:
         """An ``ask`` whose answer is awaited elsewhere, until ``end_asking``.
 
-        One is asked at a time: None, unless it ``waits``, while another is. Errors as ``push``.
+        One is asked at a time: None, when another still is after ``wait_s``. Errors as ``push``.
         """
         link = self._living_link()
-        if not self._asking.acquire(blocking=waits):
+        if not self._asking.acquire(timeout=min(max(0.0, wait_s), threading.TIMEOUT_MAX)):
             return None
         stamp = self.clock() if stamp_ns is None else stamp_ns
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
-from ppstream.core.clock import NS_PER_MS, Clock, now_ns
+from ppstream.core.clock import NS_PER_MS, NS_PER_S, Clock, now_ns
 from ppstream.core.errors import HandshakeError, PeerLostError, PpstreamError, ReceiverEndedError
 from ppstream.core.waiter import Waiter
 from ppstream.robot.session import HOPELESS, RobotSession
@@ -187,9 +187,10 @@ class RobotLink:
             What ``send`` returned.
 
         Raises:
+            TimeoutError: the link's thread was in a callback until then.
             ReceiverEndedError: an exception ended the work, here or on the link's thread.
         """
-        self._visit.acquire()
+        _acquire(self._visit, until_ns)
         self._guest = threading.get_ident()
         try:
             is_sent = send()
@@ -197,8 +198,11 @@ class RobotLink:
                 self._work_beside(is_over, until_ns)
             elif is_sent:
                 self.wake()
-                with self._reading:
+                _acquire(self._reading, until_ns)
+                try:
                     self._work_until(is_over, until_ns)
+                finally:
+                    self._reading.release()
         finally:
             self._end_visit()
         if self.failure is not None:
@@ -471,3 +475,14 @@ class RobotLink:
             if self.directory is not None and self.session.phase in LEAVING:
                 self.session.on_lost(now_ns())  # another pipeline may serve at once
             self.changed.notify_all()
+
+
+def _acquire(lock: threading.Lock, until_ns: int) -> None:
+    """Take what the link's thread holds while it reads, for ``until_ns`` at most.
+
+    Raises:
+        TimeoutError: it did not let go of it.
+    """
+    left_s = max(0, until_ns - now_ns()) / NS_PER_S
+    if not lock.acquire(timeout=min(left_s, threading.TIMEOUT_MAX)):
+        raise TimeoutError("a callback of this client keeps its receiving thread; return sooner")

@@ -26,7 +26,7 @@ from gateway_rig import (
 from robot_rig import Server, make_client, serving, wait_until
 from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus
 
-from ppstream.gateway import openpi
+from ppstream.gateway import openpi, wires
 from ppstream.wire.openpi import decode, encode
 from ppstream.wire.robot_messages import ChunkReport
 
@@ -162,7 +162,7 @@ def test_a_robot_without_a_row_is_refused_with_the_reason() -> None:
 def test_more_connections_than_rows_can_come_to_serve_are_refused_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(openpi, "SPARE_CONNECTIONS", 0)
+    monkeypatch.setattr(wires, "SPARE_SESSIONS", 0)
     with gated() as (_, gateway), gateway.robot() as first:
         with pytest.raises(ConnectionClosed) as caught, gateway.robot():
             pass
@@ -182,9 +182,9 @@ def has_ended(connection: socket.socket) -> bool:
 def test_sockets_that_say_nothing_are_bounded_and_delay_nobody(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(openpi, "SPARE_SOCKETS", 4)
+    monkeypatch.setattr(wires, "SPARE_SOCKETS", 4)
     with gated() as (_, gateway), gateway.robot() as robot, ExitStack() as stack:
-        bound = 1 + openpi.SPARE_CONNECTIONS + 4
+        bound = 1 + wires.SPARE_SESSIONS + 4
         idle = [
             stack.enter_context(socket.create_connection(("127.0.0.1", gateway.port)))
             for _ in range(bound + 10)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -121,3 +122,39 @@ def test_the_parts_of_an_age_come_with_provenance() -> None:
         assert (reply.policy_ms, reply.wait_ms) == (5.0, 23.0)
         assert reply.lease_ms + reply.age_ms == pytest.approx(LONG_NS / MS)
         assert answered(rank0, session, 1).policy_ms is None
+
+
+def test_an_observation_is_given_up_in_time_though_no_thread_gets_to_it() -> None:
+    config, release = slow_config(), threading.Event()
+    with (
+        serving(config, phase="warming") as rank0,
+        ThreadPoolExecutor(1) as threads,
+    ):
+
+        async def in_thread(call: Any, *args: Any) -> Any:
+            return await asyncio.get_running_loop().run_in_executor(threads, call, *args)
+
+        gateway = gateway_config(config, rank0.sessions.endpoint, timeout_ms=50.0)
+        session = GatewaySession(config, gateway, None, "arm", in_thread=in_thread)
+        session.open()
+        threads.submit(release.wait, 60)
+        errors: list[str] = []
+
+        def ask() -> None:
+            try:
+                asyncio.run(session.answer(observation(), now_ns()))
+            except NoAnswerError as error:
+                errors.append(f"{error.reason}: {error}")
+
+        asking = threading.Thread(target=ask, daemon=True)
+        asking.start()
+        try:
+            asking.join(30)
+            assert errors == [
+                "timeout: no actions came: the gateway did not get to it in time; "
+                "gateway.timeout_ms is 50"
+            ]
+        finally:
+            release.set()
+            asking.join(30)
+            session.close()

@@ -6,8 +6,8 @@ import asyncio
 import os
 import socket
 import ssl
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import msgspec
@@ -16,7 +16,15 @@ from gateway_rig import certificate
 
 from ppstream.config.gateway_rules import gateway_problems
 from ppstream.config.load import read
-from ppstream.gateway.shared_server import BEGUN, ENDED, HandedOver, process_count
+from ppstream.gateway.shared_server import (
+    BEGUN,
+    ENDED,
+    HandedOver,
+    SharedServer,
+    process_count,
+    share_of,
+)
+from ppstream.gateway.wires import sessions_max, sockets_max
 
 DROID = str(Path(__file__).parents[1] / "support" / "droid.toml")
 
@@ -90,6 +98,80 @@ def test_a_client_that_has_left_meanwhile_is_told_as_ended(channel: Channel) -> 
     with pytest.raises(ConnectionAbortedError):
         channel.listener.accept()
     assert channel.ours.recv(64) == ENDED
+
+
+def test_ends_that_the_channel_has_no_room_for_are_told_with_a_later_one(channel: Channel) -> None:
+    channel.listener.settimeout(0)
+    for _ in range(10_000):
+        channel.listener.tell_end()  # nobody hears them meanwhile
+    told = 0
+    channel.ours.settimeout(0)
+    with suppress(BlockingIOError):
+        while True:
+            told += len(channel.ours.recv(1 << 20))
+    assert told < 10_000, "it had room for all"
+    channel.listener.tell_end()
+    assert len(channel.ours.recv(1 << 20)) + told == 10_001
+
+
+@pytest.mark.parametrize(("rows", "processes"), [(1, 2), (4, 4), (16, 6), (3, 64)])
+def test_processes_together_have_the_sessions_of_one_gateway(rows: int, processes: int) -> None:
+    total = sessions_max(read(DROID, [f"batch.rows={rows}"]))
+    each = share_of(total, processes)
+    assert total <= each * processes < total + processes
+
+
+def test_connections_are_limited_by_what_all_processes_have_together(tmp_path: Path) -> None:
+    """Further ones are cut off at once, and a place that is given back serves another."""
+    config = read(
+        DROID, [f"service.endpoint=unix://{tmp_path}/nobody", "gateway.0.listen=127.0.0.1:0"]
+    )
+    settings = ["--config", DROID, "--set", f"service.endpoint=unix://{tmp_path}/nobody"]
+
+    async def live() -> None:
+        most = 5
+        async with SharedServer(config.gateway[0], 0, 2, most, settings) as server:
+            port = int(server.address.rpartition(":")[2])
+            with ExitStack() as stack:
+                idle = [
+                    stack.enter_context(socket.create_connection(("127.0.0.1", port)))
+                    for _ in range(most + 3)
+                ]
+                await until(lambda: sum(map(has_ended, idle)) == 3)
+                assert not any(map(has_ended, idle[:most]))
+                idle[0].close()
+                await until(lambda: is_kept(stack, port))
+
+    asyncio.run(live())
+    assert sockets_max(config) == config.batch.rows + 72
+
+
+async def until(is_so: Callable[[], bool]) -> None:
+    async with asyncio.timeout(60):
+        while not await asyncio.to_thread(is_so):
+            await asyncio.sleep(0.02)
+
+
+def has_ended(connection: socket.socket) -> bool:
+    if connection.fileno() < 0:
+        return False
+    try:
+        return connection.recv(1, socket.MSG_DONTWAIT | socket.MSG_PEEK) == b""
+    except BlockingIOError:
+        return False
+    except ConnectionError:
+        return True
+
+
+def is_kept(stack: ExitStack, port: int) -> bool:
+    """A further connection is handed over: its process answers, if only that nobody is ready."""
+    connection = stack.enter_context(socket.create_connection(("127.0.0.1", port)))
+    connection.sendall(b"GET /healthz HTTP/1.1\r\nHost: a\r\n\r\n")
+    connection.settimeout(0.5)
+    try:
+        return bool(connection.recv(1))
+    except OSError:
+        return False
 
 
 def test_the_end_of_the_accepting_process_is_told(channel: Channel) -> None:

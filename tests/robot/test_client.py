@@ -671,6 +671,68 @@ def test_an_observation_that_nobody_answers_ends_in_time_and_the_client_goes_on(
         wait_until(lambda: server.rows[0].rings["joints"].count == 2)
 
 
+def ended_by(client: Any, timeout_s: float) -> Callable[[], Exception | None]:
+    """Has a thread of its own ask; returns its end's error, or fails where there is no end."""
+    errors: list[Exception | None] = []
+
+    def ask() -> None:
+        try:
+            client.ask(BOTH, timeout_s)
+            errors.append(None)
+        except (TimeoutError, PpstreamError) as error:
+            errors.append(error)
+
+    asking = threading.Thread(target=ask, daemon=True)
+    asking.start()
+
+    def end() -> Exception | None:
+        asking.join(30)
+        assert errors, "ask() has not ended"
+        return errors[0]
+
+    return end
+
+
+def test_an_ask_ends_in_time_while_a_callback_keeps_the_receiving_thread() -> None:
+    entered, returns = threading.Event(), threading.Event()
+
+    def on_chunk(_chunk: ActionChunk) -> None:
+        entered.set()
+        returns.wait(60)
+
+    with (
+        serving(make_config(), answers=True) as server,
+        make_client(server.sessions.endpoint, on_chunk=on_chunk) as client,
+    ):
+        client.connect()
+        assert client.wait_ready(10)
+        client.push("joints", now_ns(), [1, 2, 3])
+        assert entered.wait(60)
+        try:
+            error = ended_by(client, 0.2)()
+        finally:
+            returns.set()
+        assert isinstance(error, TimeoutError)
+        assert "a callback of this client keeps its receiving thread" in str(error)
+        client.on_chunk = None
+        assert client.ask(BOTH, 60.0).refusal is None
+
+
+def test_an_ask_ends_in_time_while_another_waits() -> None:
+    with serving(make_config()) as server:
+        client = make_client(server.sessions.endpoint)
+        client.connect()
+        assert client.wait_ready(10)
+        first = ended_by(client, 60.0)
+        wait_until(lambda: server.rows[0].rings["joints"].count == 1)
+        second = ended_by(client, 0.2)
+        try:
+            assert "another ask() of this client" in str(second())
+        finally:
+            client.close()
+        assert "closed during ask" in str(first())
+
+
 @pytest.mark.parametrize("asks", [False, True])
 def test_a_callback_that_asks_or_raises_while_one_asks_is_said(asks: bool) -> None:
     refused: list[str] = []

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -88,3 +91,25 @@ def test_the_miniature_of_a_cut_policy_answers_each_row_with_its_own_state() -> 
             tensors[spec.name] = torch.zeros(2, *spec.shape, dtype=getattr(torch, spec.dtype))
         part({spec.name: tensors[spec.name] for spec in part.inputs}, tensors)
     assert torch.equal(tensors["actions"][:, 0], state[:, :ACTION_DIM])
+
+
+def test_a_request_without_an_answer_ends_its_robot_and_says_what_waits() -> None:
+    code = (
+        "import threading\n"
+        "from bench.peers_robot import InTime\n"
+        "class Robot:\n"
+        "    unanswered = ()\n"
+        "    def ask(self, given):\n"
+        "        threading.Event().wait(60)\n"
+        "InTime(Robot(), 0.2).ask({})\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"PYTHONPATH": str(Path(clients.__file__).parents[1])},
+        capture_output=True,
+        text=True,
+        timeout=50,
+    )
+    assert done.returncode == 1
+    assert "no answer within 0.2 s" in done.stderr
+    assert "in wait" in done.stderr

@@ -47,6 +47,7 @@ from bench.peers import (
     OPENPI,
     TWO,
     AskingProcess,
+    NotServed,
     PeerBench,
     listening,
     program,
@@ -263,7 +264,10 @@ def serving(session: PeerBench, server: str, options: argparse.Namespace) -> Ite
         with RankPair(folder, "bench", asked, world_size=world_size) as ranks:
             address = listening(ranks, READY_LIMIT_S)
             served = ServerLog(f"unix://{folder}/robots" if server in ON_UNIX else address)
-            yield served
+            try:
+                yield served
+            except NotServed as error:  # a client had no answer: what the run says of it
+                raise SystemExit(f"{server}: {error}\n{ranks.output()}") from None
             ranks.stop()
             read_log(served, ranks.directory, is_chain=world_size > TWO_RANKS)
 

@@ -13,12 +13,13 @@ import argparse
 import json
 import os
 import re
+import select
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median, median_low
@@ -83,6 +84,7 @@ LISTENS: Final = re.compile(r"clients of openpi connect to ws://(\S+)")
 #: Most ms of a p50 with three cameras: that policy takes no time, so all of it is overhead.
 OVERHEAD_MS: Final = {WIRED: 1.0, TWO: 0.4}
 END_LIMIT_S: Final = 10.0
+ORDER_LIMIT_S: Final = 600.0  # of a whole measurement; each request has a limit of its own
 
 
 class Goal(NamedTuple):
@@ -363,7 +365,7 @@ class AskingProcess:
         """Returns what the robot measured."""
         assert self._process.stdin is not None
         print(json.dumps(order), file=self._process.stdin, flush=True)
-        return json.loads(read_line(self._process))
+        return json.loads(read_line(self._process, ORDER_LIMIT_S))
 
 
 @contextmanager
@@ -395,12 +397,17 @@ def program(
         process.stdout.close()
 
 
-def read_line(process: subprocess.Popen[str]) -> str:
+def read_line(process: subprocess.Popen[str], limit_s: float = READY_LIMIT_S) -> str:
+    """The next line of one that says one at a time; raises NotServed: it ended, or says nothing."""
     assert process.stdout is not None
+    if not select.select([process.stdout], [], [], limit_s)[0]:
+        raise NotServed(f"{process.args}: said nothing for {limit_s:g} s")
     line = process.stdout.readline()
-    if not line:
-        raise NotServed(f"{process.args}: ended with {process.wait()}")
-    return line.strip()
+    if line:
+        return line.strip()
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(END_LIMIT_S)
+    raise NotServed(f"{process.args}: ended with {process.poll()}")
 
 
 # ---- what was found -----------------------------------------------------------------------------

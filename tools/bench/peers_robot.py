@@ -7,8 +7,10 @@ observation is given away to after its action is there.
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
+import signal
 import sys
 import threading
 import time
@@ -20,6 +22,8 @@ from bench.peers_work import ACTION_DIM, NAMES, STATE_DIM, Array, observation, p
 
 READY_LIMIT_S: Final = 60.0
 ANSWER_LIMIT_S: Final = 1.0
+#: Of a request: behind the limits of servers, since some clients wait for ever by themselves.
+REQUEST_LIMIT_S: Final = 20.0
 SETTLE_S: Final = 3.0
 MS: Final = 1e-3  # s per ms
 Observation = dict[str, Array]
@@ -201,6 +205,30 @@ class Ray:
             raise SystemExit(f"{len(actions)} actions came")
 
 
+class InTime:
+    """A robot of which a request without an answer ends this process, and says what waits."""
+
+    def __init__(self, robot: Any, limit_s: float = REQUEST_LIMIT_S) -> None:
+        self._robot, self._limit_s = robot, limit_s
+        self.unanswered = robot.unanswered
+        signal.signal(signal.SIGALRM, self._end)
+
+    def ask(self, given: Observation) -> Any:
+        signal.setitimer(signal.ITIMER_REAL, self._limit_s)
+        return self._robot.ask(given)
+
+    def post(self, given: Observation) -> None:
+        self._robot.post(given)
+
+    def collect(self) -> Any:
+        signal.setitimer(signal.ITIMER_REAL, self._limit_s)
+        return self._robot.collect()
+
+    def _end(self, _signal: int, _frame: object) -> None:
+        faulthandler.dump_traceback(all_threads=True)
+        raise SystemExit(f"no answer within {self._limit_s:g} s")
+
+
 ROBOTS: Final = {"ppstream": Ppstream, "reply": ReqRep, "openpi": Openpi, "ray": Ray}
 
 
@@ -286,7 +314,8 @@ def main(peer: str, address: str, work: str, cpus: str) -> None:
     for line in sys.stdin:
         order = json.loads(line)
         found = MEASURES[order.pop("measure")]
-        _answer(answers, found(robot, given, **order))
+        _answer(answers, found(InTime(robot), given, **order))
+        signal.setitimer(signal.ITIMER_REAL, 0)
     getattr(robot, "close", lambda: None)()  # whose row is free at once
 
 
