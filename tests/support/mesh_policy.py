@@ -2,7 +2,7 @@
 
 Without DTensor, whose first use takes a second; ``ppstream_stages.act`` is sharded by it.
 
-``fault`` is one of ``weights``, ``breaks``, ``recompiles``, ``all raise``, which every rank does on
+``fault`` is one of ``weights``, ``breaks``, ``all raise``, which every rank does on
 some windows, and ``slow`` and ``raises``, which begin when the file ``trigger`` exists.
 """
 
@@ -21,7 +21,6 @@ from ppstream import TensorSpec
 
 FAULTY_RANK: Final = "2"
 WIDTH: Final = 12
-RECOMPILES: Final = 3
 
 
 class Meshed:
@@ -38,7 +37,6 @@ class Meshed:
         self._trigger = options.get("trigger", "")
         self.stateless = bool(options.get("stateless"))
         self._calls: Tensor | None = None
-        self._guarded = 0  # a number that compiled code takes for constant
         generator = torch.Generator().manual_seed(3)
         count = options["horizon"] * options["action_dim"]
         self._net = nn.Sequential(nn.Linear(options["dim"], WIDTH), nn.Linear(WIDTH, count))
@@ -71,9 +69,6 @@ class Meshed:
         if self._fault == "breaks":
             if self._is_faulty:
                 print("a break of one rank alone", flush=True)
-        elif self._fault == "recompiles":
-            if self._is_faulty and self._guarded < RECOMPILES:
-                self._guarded += 1
         elif self._fault == "all raise":
             if float(values[0, 0]) > 1.5:
                 raise ValueError("no rank of the mesh likes this one")
