@@ -13,8 +13,8 @@ CONTENTION := one-cpu shared-lock lock-beside-others one-cpu-of-two slower-alone
 	worse-service
 # A file in one process. Tests with ranks of their own wait most of their time, the others compute.
 BESIDE := --dist loadfile --no-loadscope-reorder --max-worker-restart 0 -n
-RANKS := -m 'multirank and not alone' -o cache_dir=.pytest_cache/ranks \
-	$(shell grep -rl --include='*.py' 'mark[.]multirank' tests | grep -v '^tests/clients')
+RANKS := -m 'multirank and not alone' -o cache_dir=.pytest_cache/ranks tests/multirank \
+	$(shell grep -rl --include='*.py' 'mark[.]multirank' tests | grep -v -e '^tests/clients' -e '^tests/multirank')
 OTHERS := -m 'not multirank and not alone'
 # A failure beside others may be theirs: what fails runs once more with nothing beside it, and the second
 # answer counts. A crash (the status is not 1) gets none.
