@@ -9,12 +9,19 @@ VENV := .venv
 QUIET := $(shell test -t 2 || echo --quiet)
 BIN := $(VENV)/bin
 # Runs whose stages only seem to overlap; they want the machine for themselves.
-CONTENTION := one-cpu lock-beside-others one-cpu-of-two slower-alone one-interpreter worse-service
-# Most tests wait most of their time, so they run beside each other, a file in one process.
+CONTENTION := one-cpu shared-lock lock-beside-others one-cpu-of-two slower-alone one-interpreter \
+	worse-service
+# A file in one process. Tests with ranks of their own wait most of their time, the others compute.
 BESIDE := --dist loadfile --no-loadscope-reorder --max-worker-restart 0 -n
+RANKS := -m 'multirank and not alone' -o cache_dir=.pytest_cache/ranks tests/multirank \
+	$(shell grep -rl --include='*.py' 'mark[.]multirank' tests | grep -v -e '^tests/clients' -e '^tests/multirank')
+OTHERS := -m 'not multirank and not alone'
 # A failure beside others may be theirs: what fails runs once more with nothing beside it, and the second
 # answer counts. A crash (the status is not 1) gets none.
-twice = $(1) || { test $$? = 1 && $(1) -n 0 --exitfirst --last-failed --last-failed-no-failures=none; }
+again = $(1) -n 0 --exitfirst --last-failed --last-failed-no-failures=none
+twice = $(1) || { test $$? = 1 && $(call again,$(1)); }
+once_more = case $$(cat $(VENV)/.$(1).status) in 0) ;; 1) $(call again,$(2));; *) false;; esac || \
+	touch $(VENV)/.failed
 ALONE := $(shell grep -rl --include='*.py' 'mark[.]alone' tests)
 CORE := ppstream/native/core.abi3.so
 # Tests of what the compiled core does, which run once more with its Python twins.
@@ -22,7 +29,11 @@ TWINS := tests/ingest tests/pipeline/test_decode.py tests/pipeline/test_stage_c.
 PAGES := $(wildcard *.md runbooks/*.* runbooks/pictures/*)
 SOURCES := $(shell find ppstream kernels stages -name '*.py')
 
-.PHONY: help demo test test-clients check check-docs check-gate check-native lint format docs mutants clean
+PYTEST := $(BIN)/python -m pytest
+# Without bytecode each process of a test compiles its share of 800 files, those of tests twice.
+unexport PYTHONDONTWRITEBYTECODE
+
+.PHONY: help demo test test-ranks test-others test-clients check check-docs check-gate check-native lint format docs mutants clean
 .DELETE_ON_ERROR:
 
 help:
@@ -42,16 +53,28 @@ help:
 demo: $(VENV)/.demo
 	$(BIN)/ppstream run
 
-test: lint docs $(CORE)
-	$(call twice,$(BIN)/python -m pytest -m alone $(ALONE)) || failed=1; \
-	$(call twice,PPSTREAM_NATIVE=0 $(BIN)/python -m pytest -m 'not alone' $(BESIDE) 2 $(TWINS)) || failed=1; \
-	$(call twice,$(BIN)/python -m pytest -m 'not alone' $(BESIDE) 4) && test -z "$$failed"
+test: $(CORE)
+	@$(MAKE) --keep-going --jobs=2 --output-sync=target lint docs $(VENV)/.bytecode
+	$(call twice,$(PYTEST) -m alone $(ALONE)) || failed=1; \
+	$(call twice,PPSTREAM_NATIVE=0 $(PYTEST) -m 'not alone' $(BESIDE) 2 $(TWINS)) || failed=1; \
+	rm -f $(VENV)/.failed; test -z "$$failed" || touch $(VENV)/.failed
+	@$(MAKE) --jobs=2 test-ranks test-others
+	@cat $(VENV)/.ranks.log
+	@$(call once_more,ranks,$(PYTEST) $(RANKS)); $(call once_more,others,$(PYTEST) $(OTHERS)); \
+	test ! -e $(VENV)/.failed
+
+# Both at once: these wait while those compute. How each ended is for the rule above.
+test-ranks:
+	@$(PYTEST) $(RANKS) $(BESIDE) 5 >$(VENV)/.ranks.log 2>&1; echo $$? >$(VENV)/.ranks.status
+
+test-others:
+	@$(PYTEST) $(OTHERS) $(BESIDE) 2; echo $$? >$(VENV)/.others.status
 
 test-clients: $(VENV)/.dev
-	$(call twice,$(BIN)/python -m pytest --dist loadfile tests/clients -n 2)
+	$(call twice,$(PYTEST) --dist loadfile tests/clients -n 2)
 
 check-docs: $(VENV)/.dev
-	$(BIN)/python -m pytest tests/docs
+	$(PYTEST) tests/docs
 
 check-gate: $(VENV)/.dev
 	$(BIN)/python tools/drill/fault_drill.py --only $(CONTENTION)
@@ -67,6 +90,10 @@ check: $(VENV)/.dev
 # The installation made it already; again when the source is newer.
 $(CORE): $(wildcard ppstream/native/*.[ch]) tools/dev/build_core.py | $(VENV)/.dev
 	$(BIN)/python tools/dev/build_core.py
+
+# The bytecode of tests, once: else every worker of the first run makes it anew.
+$(VENV)/.bytecode: | $(VENV)/.dev
+	@$(PYTEST) --collect-only -qq >/dev/null && touch $@
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

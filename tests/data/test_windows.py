@@ -161,11 +161,11 @@ def training(folder: Path, recordings: list[Path], stop: int, workers: int = 4) 
 def test_killed_with_four_workers_the_next_process_goes_on_bit_for_bit(
     recordings: list[Path], tmp_path: Path
 ) -> None:
-    recordings = recordings[:3]  # 150 windows in batches of 2: in the middle of the 14th epoch
-    whole, kill_at = 1_010, 1_000
+    recordings = recordings[:3]  # 150 windows in batches of 2: in the middle of the 5th epoch
+    whole, kill_at = 345, 335
     with training(tmp_path, recordings, whole, workers=0) as process:
         expected = [process.stdout.readline() for _ in range(whole)]
-    assert len(set(expected)) > 900  # epochs may share a pair
+    assert len(set(expected)) > 300  # epochs may share a pair
     (tmp_path / "state.json").unlink()
     with training(tmp_path, recordings, kill_at) as process:
         first = [process.stdout.readline() for _ in range(kill_at)]

@@ -81,12 +81,13 @@ def as_it_was() -> Iterator[None]:
         turns = sys.getswitchinterval()
         return turns, threads, torch.is_grad_enabled(), handlers(), sys.stdout
 
+    gc.freeze()  # as conftest does; another test may have undone it
     usual = torch.get_num_threads()
     torch.set_num_threads(3)
     before = once()
     yield
     assert once() == before
-    assert gc.get_freeze_count() > 0  # conftest froze: that is left alone
+    assert gc.get_freeze_count() > 0  # what was frozen is left alone
     torch.set_num_threads(usual)
 
 

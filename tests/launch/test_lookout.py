@@ -150,6 +150,7 @@ def test_a_rank_that_ends_before_ranks_have_met_is_the_reason(
     assert "rank 1 ended before its handshake with this rank; read its output" in end.reason
 
 
+@pytest.mark.multirank
 @pytest.mark.parametrize("stopped", [0, 1])
 def test_a_rank_stopped_while_warming_is_ended_by_the_other(tmp_path: Path, stopped: int) -> None:
     slow = ("policy.options.b_ms=400", "liveness.frozen_ms=1000")

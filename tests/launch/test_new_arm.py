@@ -26,6 +26,7 @@ def written(folder: Path, *options: str) -> int:
     return commands.main(["init", "my-arm", "--folder", str(folder), *options])
 
 
+@pytest.mark.multirank
 def test_what_it_writes_becomes_ready_and_moves_the_arm(tmp_path: Path) -> None:
     assert written(tmp_path) == 0
     assert sorted(file.name for file in tmp_path.iterdir()) == FILES

@@ -1,6 +1,6 @@
 """Real runs whose stages only seem to run beside each other, and reports that must not believe.
 
-Contention that takes the CPUs of a whole machine is injected by ``make check-gate``.
+Contention for the CPUs, a lock or the interpreter is injected by ``make check-gate``.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 from drill.contention import forge
-from drill.fault_drill import drill
 from ranks import SERIAL, Ranks
 
 from ppstream.analysis.judge import judge
@@ -19,12 +18,6 @@ from ppstream.analysis.verdict import Verdict
 from ppstream.report.cli import main
 
 pytestmark = pytest.mark.multirank
-
-
-@pytest.mark.alone
-def test_stages_that_take_turns_at_one_lock_are_refused(tmp_path: Path) -> None:
-    (outcome,) = drill(["shared-lock"], tmp_path, lambda _: None)
-    assert outcome.missed == ""
 
 
 def test_serial_depth_is_refused_with_30_also_when_its_log_is_forged(

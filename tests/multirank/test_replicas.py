@@ -83,22 +83,23 @@ def test_a_policy_with_a_memory_is_refused_with_replicas(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("number", "threads", "link"),
+    ("number", "threads", "link", "guarded"),
     [
-        (signal.SIGKILL, "serial", "host"),
-        (signal.SIGKILL, "split", "gloo"),
-        (signal.SIGSTOP, "serial", "gloo"),
-        (signal.SIGSTOP, "split", "host"),
+        (signal.SIGKILL, "serial", "host", False),
+        (signal.SIGKILL, "split", "gloo", False),
+        (signal.SIGSTOP, "serial", "gloo", True),
+        (signal.SIGSTOP, "split", "host", False),
     ],
     ids=str,
 )
-def test_the_run_goes_on_without_a_replica(number, threads, link, tmp_path):
+def test_the_run_goes_on_without_a_replica(number, threads, link, guarded, tmp_path):
     settings = "placement.replicas_min=2", f"link.kind={link}", f"pipeline.threads={threads}"
-    with serving(tmp_path, *settings, replicas=3) as (run, came):
+    with serving(tmp_path, *settings, replicas=3, guarded=guarded) as (run, came):
         os.kill(run.pid_of(2), number)
         serves_degraded(run, came, 2, left=2)
         run.processes[0].terminate()
-        assert run.wait() == [0] * 4, run.output()
+        lost = 0 if guarded else -signal.SIGKILL  # what was stopped is ended, too
+        assert run.wait() == [0, 0, lost, 0], run.output()
         ends_balanced(run, 2, most=4)  # D_in
 
 
@@ -134,7 +135,9 @@ def test_a_lost_rank_of_a_replica_takes_its_mesh_out(rank, number, tmp_path):
         ranks = run.processes[lost], run.processes[lost + 2]
         wait_until(lambda: all(process.poll() is not None for process in ranks))
         run.processes[0].terminate()
-        assert run.wait() == [0] * 5, run.output()
+        codes = run.wait()
+        assert all(codes[rank] for rank in (lost, lost + 2)), run.output()
+        assert [codes[rank] for rank in (0, 3 - lost, 5 - lost)] == [0] * 3, run.output()
         ends_balanced(run, lost)
 
 

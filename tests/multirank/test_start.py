@@ -16,6 +16,8 @@ from ppstream.control.peer_process import HeldProcess, ranks_started_by
 from ppstream.core.errors import ConfigError, PpstreamError
 from ppstream_stages import simulated
 
+pytestmark = pytest.mark.multirank
+
 SMALL = Path(__file__).parents[1] / "support" / "small.toml"
 
 

@@ -129,6 +129,7 @@ def test_a_policy_that_does_not_say_it_is_stateless_is_not_rehearsed(tmp_path: P
         assert not pipeline.policy_loop.stage_b.may_rehearse
 
 
+@pytest.mark.multirank
 def test_a_served_run_with_dry_runs_gives_every_robot_its_answers(tmp_path: Path) -> None:
     endpoint = f"unix://{tmp_path}/robots"
     served = (

@@ -70,6 +70,7 @@ def running(client: RobotClient) -> Iterator[Body]:
         thread.join(10)
 
 
+@pytest.mark.multirank
 def test_a_frozen_and_then_a_killed_server_leave_the_robot_safe(tmp_path: Path) -> None:
     endpoint = f"unix://{tmp_path}/robots"
     server = ForkedProcess(["answering_server", endpoint], os.environ, tmp_path / "output")

@@ -67,6 +67,7 @@ def sharded(options: dict[str, Any], size: int, folder: Path) -> list[dict[str, 
     return [load_file(folder / f"{name}.safetensors") for name in names]
 
 
+@pytest.mark.multirank
 @pytest.mark.parametrize(
     ("options", "size"), [(ACT, 3), (VLA, 3), (VLA, 2)], ids=["act-3", "vla-3", "vla-2"]
 )

@@ -1,6 +1,8 @@
-"""A small policy that is sharded over a mesh, with faults of one rank, at once or once told to.
+"""A small policy sharded over a mesh by hand, with faults of one rank, at once or once told to.
 
-``fault`` is one of ``weights``, ``breaks``, ``recompiles``, ``all raise``, which every rank does on
+Without DTensor, whose first use takes a second; ``ppstream_stages.act`` is sharded by it.
+
+``fault`` is one of ``weights``, ``breaks``, ``all raise``, which every rank does on
 some windows, and ``slow`` and ``raises``, which begin when the file ``trigger`` exists.
 """
 
@@ -12,14 +14,13 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from ppstream import TensorSpec
 
 FAULTY_RANK: Final = "2"
 WIDTH: Final = 12
-RECOMPILES: Final = 3
 
 
 class Meshed:
@@ -36,7 +37,6 @@ class Meshed:
         self._trigger = options.get("trigger", "")
         self.stateless = bool(options.get("stateless"))
         self._calls: Tensor | None = None
-        self._guarded = 0  # a number that compiled code takes for constant
         generator = torch.Generator().manual_seed(3)
         count = options["horizon"] * options["action_dim"]
         self._net = nn.Sequential(nn.Linear(options["dim"], WIDTH), nn.Linear(WIDTH, count))
@@ -45,10 +45,12 @@ class Meshed:
             weight.copy_(torch.randn(weight.shape, generator=generator) * 0.3)
 
     def load(self) -> None:
-        """Shards both layers."""
+        """Takes this rank's features of the middle."""
+        self._mine = slice(None)
         if self._mesh is not None:
-            plan = {"0": ColwiseParallel(), "1": RowwiseParallel()}
-            parallelize_module(self._net, self._mesh, plan)
+            first = WIDTH // self._mesh.size() * self._mesh.get_local_rank()
+            self._mine = slice(first, first + WIDTH // self._mesh.size())
+            self._ranks = self._mesh.get_group()
         self._shift = torch.zeros(1)
         if self._fault == "weights" and self._is_faulty:
             self._shift += 0.5
@@ -67,9 +69,6 @@ class Meshed:
         if self._fault == "breaks":
             if self._is_faulty:
                 print("a break of one rank alone", flush=True)
-        elif self._fault == "recompiles":
-            if self._is_faulty and self._guarded < RECOMPILES:
-                self._guarded += 1
         elif self._fault == "all raise":
             if float(values[0, 0]) > 1.5:
                 raise ValueError("no rank of the mesh likes this one")
@@ -79,8 +78,16 @@ class Meshed:
             self._calls = torch.zeros(len(values))
         if not self.stateless:
             self._calls = self._calls + 1
-        made = torch.tanh(self._net(values) + self._shift) * 0.9
+        made = torch.tanh(self._computed(values) + self._shift) * 0.9
         out["actions"].copy_(made.view_as(out["actions"]) + self._calls.view(-1, 1, 1) * 1e-4)
+
+    def _computed(self, values: Tensor) -> Tensor:
+        into, out_of = self._net
+        middle = nn.functional.linear(values, into.weight[self._mine], into.bias[self._mine])
+        made = nn.functional.linear(middle, out_of.weight[:, self._mine])
+        if self._mesh is not None:
+            dist.all_reduce(made, group=self._ranks)
+        return made + out_of.bias
 
     def fail(self) -> None:
         """As it was told to, from now on."""

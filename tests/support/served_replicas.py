@@ -12,8 +12,12 @@ from ranks import END_LIMIT_S, Ranks
 from robot_rig import wait_until
 
 from ppstream.core.clock import now_ns
+from ppstream.launch import guard
 from ppstream.robot.client import RobotClient
 
+#: Ranks are told that they have guards, whose interpreters take seconds; what they tell theirs goes
+#: to standard error.
+UNGUARDED = {guard.LINKED_FD: "2"}
 SERVES = ("liveness.handshake_s=60", "service.duration_s=none", "actions.lease_ms=2000")
 
 
@@ -49,11 +53,20 @@ def robot(folder: Path) -> Iterator[list[int]]:
 
 @contextmanager
 def serving(
-    folder: Path, *settings: str, replicas: int, mesh: int = 1, limit_s: float = END_LIMIT_S
+    folder: Path,
+    *settings: str,
+    replicas: int,
+    mesh: int = 1,
+    limit_s: float = END_LIMIT_S,
+    guarded: bool = False,
 ) -> Iterator[tuple[Ranks, list[int]]]:
-    """A run that is ready within ``limit_s`` and serves a robot, and when its chunks come."""
+    """A run that is ready within ``limit_s`` and serves a robot, and when its chunks come.
+
+    ``guarded``: what was started of a replica that may be lost becomes the guard of its rank.
+    """
     shape = f"placement.replicas={replicas}", f"service.endpoint=unix://{folder}/robots"
-    with Ranks(folder, *SERVES, *shape, *settings, world_size=replicas * mesh + 1) as run:
+    ranks, env = replicas * mesh + 1, None if guarded else UNGUARDED
+    with Ranks(folder, *SERVES, *shape, *settings, world_size=ranks, env=env) as run:
         run.wait_for_event("phase", limit_s, phase="ready")
         with robot(folder) as came:
             wait_until(lambda: len(came) > 20)

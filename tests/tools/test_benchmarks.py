@@ -25,6 +25,7 @@ TINY: Final = {
     "record_cost.py": ("--seconds", "0.1"),
     "resample.py": ("--calls", "30"),
 }
+pytestmark = pytest.mark.multirank
 COMMANDS: Final = sorted(
     path.name for path in (TOOLS / "bench").glob("*.py") if '"--json"' in path.read_text()
 )

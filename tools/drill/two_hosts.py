@@ -71,22 +71,29 @@ class SpreadRun(NamedTuple):
         path = self.folder / "latest" / f"rank0.gen{generation}.jsonl"
         return path.read_text() if path.exists() else ""
 
-    def ends(self) -> dict[int, Any]:
-        """The ends that ranks have recorded so far."""
+    @property
+    def generation(self) -> int:
+        """The newest that has a log."""
+        return len([*(self.folder / "latest").glob("rank0.gen*.jsonl")]) - 1
+
+    def ends(self, generation: int) -> dict[int, Any]:
+        """The ends that ranks of a generation have recorded so far."""
         try:
             found: dict[str, Any] = json.loads((self.folder / "latest" / "exit.json").read_text())
         except (OSError, ValueError):
             return {}
-        return {int(rank): end for rank, end in sorted(found.items())}
+        ends = {int(rank): end for rank, end in sorted(found.items())}
+        return {rank: end for rank, end in ends.items() if end["generation"] == generation}
 
     def lost(self, ranks: Sequence[int]) -> None:
-        """Wait until these ranks have ended, with 20."""
-        at = time.monotonic()
-        until("the ranks ended", NOTICED_S, lambda: set(ranks) <= self.ends().keys())
+        """Wait until these ranks of the newest generation have ended, with 20."""
+        at, generation = time.monotonic(), self.generation
+        until("the ranks ended", NOTICED_S, lambda: set(ranks) <= self.ends(generation).keys())
         self.outcome.gone_s = time.monotonic() - at
-        codes = [self.ends()[rank]["code"] for rank in ranks]
+        ends = self.ends(generation)
+        codes = [ends[rank]["code"] for rank in ranks]
         if codes != [LOST] * len(codes):
-            raise Failed(f"codes {codes} of ranks {list(ranks)}: {self.ends()}")
+            raise Failed(f"codes {codes} of ranks {list(ranks)}: {ends}")
 
     def degraded(self) -> None:
         """Wait until rank 0 goes on without the other host's replica."""
@@ -111,14 +118,27 @@ class SpreadRun(NamedTuple):
             host.torchrun.terminate()
         for host in self.hosts:
             expect_end(host.torchrun)
-        found = {rank: end["code"] for rank, end in self.ends().items()}
+        ends = self.ends(self.generation)
+        found = {rank: end["code"] for rank, end in ends.items()}
         self.outcome.codes = tuple(found.values())
         if found != codes:
-            raise Failed(f"codes {found}, want {codes}: {self.ends()}")
+            raise Failed(f"codes {found}, want {codes}: {ends}")
         judge_ledger(self.outcome, imbalances(self.folder / "latest"))
 
 
 Check = Callable[[SpreadRun], None]
+
+
+def in_turn(*faults: Check) -> Check:
+    """Faults that a run survives by starting anew, one a generation; then it drains when asked."""
+
+    def check(run: SpreadRun) -> None:
+        at_ns = now_ns()
+        for fault in faults:
+            fault(run)
+        run.stop(dict.fromkeys(range(sum(run.form.ranks)), 0), at_ns)
+
+    return check
 
 
 def refused(run: SpreadRun) -> None:
@@ -138,14 +158,14 @@ def refused(run: SpreadRun) -> None:
 
 def cut(run: SpreadRun) -> None:
     """The cable is cut while the ranks serve: nobody is told, all end; plugged in, all serve."""
-    ranks = range(sum(run.form.ranks))
+    ranks, generation = range(sum(run.form.ranks)), run.generation
     at_ns = now_ns()
     cut_cable()
     run.lost(ranks)
     run.safe(at_ns)
     plug_cable_in()
     run.outcome.seen = f"all {len(ranks)} ranks 20, and all serve once it is plugged in"
-    _serves_again(run, at_ns)
+    _serves_again(run, generation)
 
 
 def cut_for_good(run: SpreadRun) -> None:
@@ -176,12 +196,12 @@ def cut_from_spare(run: SpreadRun) -> None:
 
 def frozen(run: SpreadRun) -> None:
     """All of the other host stands still, as a machine that swaps: its sockets stay open."""
-    at_ns = now_ns()
+    generation, at_ns = run.generation, now_ns()
     with _still(run.hosts[1]):
         run.lost(range(run.form.ranks[0]))
         run.safe(at_ns)
     run.outcome.seen = "the first host's ranks 20, and both serve once the other goes on"
-    _serves_again(run, at_ns)
+    _serves_again(run, generation)
 
 
 def frozen_spare(run: SpreadRun) -> None:
@@ -199,11 +219,11 @@ def frozen_spare(run: SpreadRun) -> None:
 def restarted(run: SpreadRun) -> None:
     """The other host's last rank is killed: both hosts' torchrun start anew, together."""
     victim = rank_pids(run.hosts[1].mark)[sum(run.form.ranks) - 1]
-    at_ns = now_ns()
+    generation, at_ns = run.generation, now_ns()
     os.kill(victim, signal.SIGKILL)
     run.safe(at_ns)
     run.outcome.seen = "both hosts serve again"
-    _serves_again(run, at_ns)
+    _serves_again(run, generation)
 
 
 @contextmanager
@@ -219,12 +239,11 @@ def _still(host: Started) -> Iterator[None]:
             os.kill(pid, signal.SIGCONT)
 
 
-def _serves_again(run: SpreadRun, at_ns: int) -> None:
-    """Generation 1 becomes ready and moves the robot, and drains when it is asked to stop."""
+def _serves_again(run: SpreadRun, generation: int) -> None:
+    """The generation behind this one becomes ready and moves the robot."""
     again_ns = now_ns()
-    until("ready again", READY_LIMIT_S, lambda: '"ready"' in run.log(generation=1))
+    until("ready again", READY_LIMIT_S, lambda: '"ready"' in run.log(generation + 1))
     run.moves_again(again_ns)
-    run.stop(dict.fromkeys(range(sum(run.form.ranks)), 0), at_ns)
 
 
 class HostFault(NamedTuple):
@@ -322,7 +341,7 @@ FAULTS: Final = (
         "the cable of two hosts is cut, and plugged in again; torchrun with c10d",
         SERVE_AGAIN,
         PIPELINE,
-        cut,
+        in_turn(cut),
     ),
     HostFault(
         "host-frozen",
@@ -330,7 +349,7 @@ FAULTS: Final = (
         "the policy's host stands still, sockets open; torchrun with c10d",
         SERVE_AGAIN,
         PIPELINE,
-        frozen,
+        in_turn(frozen),
     ),
     HostFault(
         "host-restart",
@@ -338,7 +357,7 @@ FAULTS: Final = (
         "the policy rank of two hosts is killed; torchrun with c10d and restarts",
         "both hosts serve again",
         PIPELINE,
-        restarted,
+        in_turn(restarted),
     ),
     HostFault(
         "replica-cable-cut",
@@ -362,7 +381,7 @@ FAULTS: Final = (
         "the replica on the other host is killed, all are needed",
         "both hosts serve again",
         REPLICAS,
-        restarted,
+        in_turn(restarted),
     ),
     HostFault(
         "mesh-cable-cut",
@@ -370,7 +389,7 @@ FAULTS: Final = (
         "the cable between the ranks of a mesh is cut, and plugged in again",
         SERVE_AGAIN,
         MESH,
-        cut,
+        in_turn(cut),
     ),
     HostFault(
         "mesh-host-frozen",
@@ -378,7 +397,7 @@ FAULTS: Final = (
         "the host of a mesh's other member stands still",
         SERVE_AGAIN,
         MESH,
-        frozen,
+        in_turn(frozen),
     ),
     HostFault(
         "mesh-host-restart",
@@ -386,7 +405,7 @@ FAULTS: Final = (
         "the member of a mesh on the other host is killed",
         "both hosts serve again",
         MESH,
-        restarted,
+        in_turn(restarted),
     ),
 )
 HOSTS: Final = tuple(

@@ -84,7 +84,7 @@ def test_nothing_is_owed_while_nothing_is_under_way(
         pipeline.enter(source, OnTick(rows, 20.0, now_ns()))
         monkeypatch.setattr(source, "next_due_ns", lambda: None)
         monkeypatch.setattr(pipeline.rank0.waiter, "wait", looked)
-        pipeline.rank0.run(6)
+        pipeline.rank0.run(12)  # a busy machine may be late for some
     assert len(owed) >= 5
     assert not any(owed)
 
