@@ -31,7 +31,7 @@ __device__ __forceinline__ i64 acquire(const i64* from) {
     return value;
 }
 
-// ---- What is new: from a block that was copied over, into the rings.
+// ---- What is new: from a block, into the rings.
 
 struct Lane {      // one stream's rings, all rows
     u32* values;   // [B, slots, words]
@@ -43,7 +43,7 @@ struct Lane {      // one stream's rings, all rows
 struct Piece { i64 lane, row, number, samples, at; };  // at: where its stamps begin, in bytes
 
 struct Scatter {
-    const i64* block;  // sequence, pieces, table, Piece[pieces], samples
+    const i64* block;  // the host's or a copy: sequence, pieces, table, Piece[pieces], samples
     const Lane* lanes;
     i64* tables;       // [TABLES, table_words]
     i64* current;      // the newest table

@@ -83,6 +83,10 @@ class DeviceClock(Generic[E]):
             return None
         return self._anchor_ns + elapsed_ns + int(elapsed_ns * self._drift)
 
+    def is_past(self, event: E) -> bool:
+        """True when ``event`` has happened: sooner told than when."""
+        return event.ns_since(self._anchor) is not None
+
     def past_ns(self, event: E) -> int:
         """When ``event``, which has happened, did."""
         elapsed_ns = event.ns_since(self._anchor)

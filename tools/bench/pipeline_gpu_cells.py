@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, NoReturn
 
 _ROOT: Final = Path(__file__).resolve().parents[2]
 for _room in (str(_ROOT / room) for room in ("", "kernels", "stages")):
@@ -202,7 +202,7 @@ def _run_rank0(
         )
         policy_ranks = (PolicyRankPeer(peer, config),)
         stage_a, executor = device_ranks.open_rank0(
-            parts, placement, policy_ranks, store, shape, front=None
+            parts, placement, policy_ranks, store, shape, front=None, bearing_losses=_no_replicas
         )
         rank0 = Rank0Loop(*parts._replace(stage_a=stage_a), executor=executor)
         rank0.on_phase.append(lambda phase: peer.send(PhaseChange(phase)))
@@ -228,6 +228,10 @@ def _run_rank0(
         report = judge(read_run(run.directory), profile="bringup")
     stages_ns = tuple((before[f"{k}_ns"] + after[f"{k}_ns"]) / 2 for k in "ABC")
     return _found(cell, report, stages_ns, (cpu_ns, answer.facts["cpu_ns"]), parts)
+
+
+def _no_replicas(_: object) -> NoReturn:
+    raise AssertionError("a cell has one policy rank")
 
 
 def _outputs(config: PipelineConfig) -> tuple[Any, Any]:

@@ -1,10 +1,11 @@
 """DeviceRings: the rings of all rows on a GPU, kept up to date by copies of what is new.
 
 The host's rings stay as they are, written by one thread. That thread calls ``ingest``: new samples
-go to pinned memory, one copy brings them over on a stream of their own, one kernel puts them where
-they belong and only then says that a window may use them. Frames go straight from the host's ring,
-which is page-locked in place. Nothing waits: neither the host for the GPU, nor the copies for a
-window that stands queued, which therefore finds what is newest when it runs.
+go to pinned memory, one kernel on a stream of their own reads them there, puts them where they
+belong and only then says that a window may use them. Many are copied over first, which is quicker.
+Frames go straight from the host's ring, which is page-locked in place. Nothing waits: neither the
+host for the GPU, nor the copies for a window that stands queued, which therefore finds what is
+newest when it runs.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ if TYPE_CHECKING:
     from ppstream.ingest.ring import RingBank
     from ppstream.ingest.rows import RowInput
 
-BLOCKS: Final = 8  # of pinned memory: so many copies may be on their way
+BLOCKS: Final = 8  # of pinned memory: so many may be on their way
+IN_PLACE_WORDS: Final = 2048  # of a block, at most, where the kernel reads it in host memory
 
 _cuda: Final[Any] = torch.cuda  # torch does not annotate its methods
 
@@ -43,11 +45,12 @@ class DeviceRing(NamedTuple):
 
 
 class _Block(NamedTuple):
-    """Pinned memory, its twin on the GPU, the kernel that reads that, and when it has."""
+    """Pinned memory, its twin on the GPU, the kernels that read either, and when one has."""
 
     pinned: Tensor
     words: NDArray[np.int64]
     device: Tensor
+    scatter_in_place: KernelLaunch
     scatter: KernelLaunch
     taken: Any  # an event
 
@@ -145,10 +148,13 @@ class DeviceRings:
             self._hold = None
         for frame in frames:
             self._send_frame(frame, stream)
-        cuda_rings.copy_to_device(
-            block.device.data_ptr(), block.pinned.data_ptr(), words * WORD_BYTES, stream
-        )
-        block.scatter.queue(stream)
+        if words <= IN_PLACE_WORDS:
+            block.scatter_in_place.queue(stream)
+        else:
+            cuda_rings.copy_to_device(
+                block.device.data_ptr(), block.pinned.data_ptr(), words * WORD_BYTES, stream
+            )
+            block.scatter.queue(stream)
         block.taken.record(self._stream)
         self._last = block.taken
 
@@ -178,8 +184,9 @@ class DeviceRings:
             self._arrived.data_ptr(),
             self.writer.table_words,
         )
+        in_place = cuda_rings.scatter(device, call._replace(block=pinned.data_ptr()))
         scatter = cuda_rings.scatter(device, call)
-        return _Block(pinned, pinned.numpy(), twin, scatter, _cuda.Event())
+        return _Block(pinned, pinned.numpy(), twin, in_place, scatter, _cuda.Event())
 
 
 def _ring(bank: RingBank, device: torch.device) -> DeviceRing:

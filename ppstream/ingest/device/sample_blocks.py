@@ -1,7 +1,7 @@
 """Transfer of the rings to a GPU: blocks of new samples, and tables of what a window may use.
 
-A block is one piece of pinned memory that one copy takes over: the table, then the new samples of
-every ring, piece by piece. Nothing here touches a GPU: ``rings.py`` sends blocks, and
+A block is one piece of pinned memory that the GPU takes over at once: the table, then what is new
+in every ring, piece by piece. Nothing here touches a GPU: ``rings.py`` sends blocks, and
 ``ppstream_kernels/rings.cu`` reads them; the layouts stand in both places.
 
 Rings on the GPU are ``GUARD`` times as long as here, so that what arrives while a window reads its

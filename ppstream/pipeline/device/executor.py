@@ -45,11 +45,11 @@ from ppstream.links.device_link import most_queued, run_ahead
 from ppstream.links.device_replicas import DeviceReplicas
 from ppstream.links.headers import FAILED, FAILURES, REPLICA_LOST
 from ppstream.links.slots import GENERATION, INDEX
-from ppstream.observe.log_writer import EnvelopeRecord
 from ppstream.pipeline.device.event_times import Rank0Times, record_rank0_times
 from ppstream.pipeline.device.in_flight import UNSETTLED_MAX, InFlight
 from ppstream.pipeline.device.rank0_queue import Queueing
 from ppstream.pipeline.device.rank0_stamped import StampedQueueing
+from ppstream.pipeline.device.stage_times import time_a_and_c
 from ppstream.pipeline.flight import Flight
 from ppstream.pipeline.policy_rank_peer import instruct_all, thread_cpus
 from ppstream.pipeline.rank0 import WAIT_MAX_NS
@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from ppstream.links.slots import Slot
-    from ppstream.pipeline.device.in_flight import Mark, Queued
+    from ppstream.pipeline.device.in_flight import Queued
     from ppstream.pipeline.device.rank0_queue import Rank0Device
     from ppstream.pipeline.device.stage_a import DeviceStageA
     from ppstream.pipeline.loop import Rank0Loop
@@ -71,6 +71,8 @@ POLL_NS: Final = 20_000  # an envelope that is late is polled for so often,
 POLL_SHARE: Final = 8  # or in shares of its lateness, if these are longer
 SPARE_NS: Final = 5_000  # after it should be done: a poll in vain costs more than that
 GLANCE_NS: Final = 200_000  # descriptors are polled so often while envelopes leave no rest
+ACCOUNTED_AT_ONCE: Final = 4  # envelopes, or more: the first costs twice what a further one does
+INTAKE_NS: Final = 100_000  # so long before an envelope should be done samples may be taken in
 NOW: Final = 0
 
 
@@ -97,12 +99,13 @@ class DeviceExecutor:
         self._parts = parts
         self._ahead = 0  # of credits, of this phase's stage A; 0: it is queued with its credit
         self._most_queued = most_queued(parts.shape)
-        self._most_underway = 0  # of this phase
+        self._most_underway = self._refilled_at = 0  # of this phase
+        self._is_filling = True  # until all places are taken, and from ``_refilled_at`` on again
         self._waits_for_input = False
         self._before: Rank0Times | None = None
         self._owed: deque[Flight] = deque()  # have ended, and are not accounted for
         self._newest: Queued | None = None  # that was finished
-        self._poll_due_ns = 0  # when at the latest
+        self._poll_due_ns = self._poll_latest_ns = 0  # by all that falls due; by the clock alone
         self._glance_ns = 0  # when at the latest while envelopes leave no rest
         self._is_launching = False
 
@@ -156,6 +159,8 @@ class DeviceExecutor:
         # many more than there are credits for only where input is never waited for
         beyond = 1 if self._waits_for_input else max(1, self._ahead)
         self._most_underway = min(self._most_queued, d_in + beyond)
+        # several at once: the first behind a rest costs twice what a further one does
+        self._refilled_at = self._most_underway - max(1, (self._most_underway - d_in) // 2)
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -179,9 +184,14 @@ class DeviceExecutor:
     # ---- one envelope: queued ------------------------------------------------------------------
 
     def has_room(self) -> bool:
-        """As ``Executor``."""
+        """As ``Executor``; places that come free are taken several at once."""
+        underway = len(self._underway)
+        if underway >= self._most_underway:
+            self._is_filling = False
+        elif underway <= self._refilled_at:
+            self._is_filling = True
         return (
-            len(self._underway) < self._most_underway
+            self._is_filling
             and self._is_lined_up
             and self._loop.log.on_idle is None
             and (self._ahead > 0 or self._underway.may_begin_now(is_fresh=self._is_fresh))
@@ -258,6 +268,12 @@ class DeviceExecutor:
         if self._tells_provenance or len(self._owed) >= UNSETTLED_MAX:
             self._account()
 
+    def _is_account_due(self, now: int) -> bool:
+        """True when several have ended, or one that ``POLL_LATEST_NS`` ago."""
+        if len(self._owed) >= ACCOUNTED_AT_ONCE or not self._underway:
+            return True
+        return bool(self._owed) and now >= (self._owed[0].record.tPick or 0) + POLL_LATEST_NS
+
     def _account(self) -> None:
         """Account for all that have ended."""
         owed, commit = self._owed, self._loop.log.commit
@@ -311,13 +327,21 @@ class DeviceExecutor:
     # ---- between envelopes ----------------------------------------------------------------------
 
     def wait(self, *, worked: bool) -> bool:
-        """As ``Executor``: no descriptor tells the end of an event, so it is predicted."""
+        """As ``Executor``: no descriptor tells the end of an event, so it is predicted.
+
+        A rest looks at descriptors anyway: before one, nothing is looked at.
+        """
         if not (self._is_lined_up or self._underway):
             self._line_up()
         if worked:
-            if self._loop.is_cut_due or now_ns() >= self._glance_ns:
+            begins, is_cut = self._loop.may_start(), self._loop.is_cut_due
+            goes_on = begins or not self._underway or self._underway.is_oldest_done()
+            if is_cut or (goes_on and now_ns() >= self._glance_ns):
                 self._rest_until(NOW)
-        elif self._underway:
+                return self._loop.may_start()
+            if goes_on:
+                return begins
+        if self._underway:
             self._rest_until_done()
         else:
             self._account()
@@ -331,14 +355,17 @@ class DeviceExecutor:
         """Until the oldest envelope should be, or is, or anything else happens.
 
         The end of an event has no descriptor. An envelope that is late is polled for: often, and
-        less often the later it is.
+        less often the later it is. Samples that come by the clock are taken in shortly before, so
+        that both cost one sleep.
         """
         due_ns = self._underway.oldest_due_ns() + SPARE_NS
         if not self._ahead and self._newest is not None:  # its credit is seen by the host
             due_ns -= self._newest.passed.c1 - self._newest.passed.received
-        until_ns = due_ns
+        until_ns, poll_ns = due_ns, self._poll_due_ns
+        if not self._waits_for_input:  # the next A begins when this one is done
+            poll_ns = max(poll_ns, min(due_ns - INTAKE_NS, self._poll_latest_ns))
         while True:
-            until_ns = max(now_ns() + POLL_NS, min(self._poll_due_ns, until_ns))
+            until_ns = max(now_ns() + POLL_NS, min(poll_ns, until_ns))
             if self._rest_until(until_ns) or not self._ahead or self._underway.is_oldest_done():
                 return
             until_ns += (until_ns - due_ns) // POLL_SHARE
@@ -382,7 +409,8 @@ class DeviceExecutor:
         self._loop.tidy()
         now = now_ns()
         self._a.ingest(now)
-        self._account()
+        if self._is_account_due(now):
+            self._account()
         oldest = self._underway.oldest if self._underway else None
         for policy_rank in self.policy_ranks:
             while policy_rank.peer.inbox:
@@ -394,7 +422,8 @@ class DeviceExecutor:
             self._replicas.end_waits_for_lost()
         if self._parts.clock.renew_when_due():
             self._loop.log.event("clock", **self._parts.clock.state._asdict())
-        self._poll_due_ns = self._due_ns(now + POLL_LATEST_NS)
+        self._poll_latest_ns = now + POLL_LATEST_NS
+        self._poll_due_ns = self._due_ns(self._poll_latest_ns)
 
     # ---- replicas that are lost -----------------------------------------------------------------
 
@@ -441,7 +470,9 @@ class DeviceExecutor:
         run beside them, least of all the same graphs. Of a chain B is the slowest place's, of
         replicas that of all.
         """
-        durations_a, durations_c = self._measure_own(repeats)
+        durations_a, durations_c = time_a_and_c(
+            self._loop, self._a, self._queueing, len(self.link.out), repeats
+        )
         turns = 1 if self._replicas is None else len(self._ranks)
         each = -(-repeats // turns)
         for _ in range(each * turns):
@@ -462,30 +493,3 @@ class DeviceExecutor:
     def instruct(self, number: int, text: str, done: Callable[[int, str], None]) -> None:
         """As ``Executor``."""
         instruct_all(self.policy_ranks, self._a.front, number, text, done)
-
-    def _measure_own(self, repeats: int) -> tuple[list[int], list[int]]:
-        """Of A and C, over the slots in turn as in a run: a graph that comes again is quicker."""
-        loop, slots = self._loop, len(self.link.out)
-        newest = (None,) * len(loop.intake.rows)
-        durations_a, durations_c = [], []
-        for turn in range(repeats):
-            index = max(0, loop.started - turn % slots)  # whose credit is there
-            marks = self._underway.marks(index)
-            self._loop.drain_inputs()
-            self._a.ingest(now_ns())
-            flight = Flight(index, loop.epoch, 0, EnvelopeRecord())
-            self._queueing.stage_a(flight, newest)
-            marks.a1.wait()
-            self._a.settle(flight)
-            durations_a.append(_between_ns(marks.a0, marks.a1))
-            self._queueing.stage_c(index)
-            marks.c1.wait()
-            durations_c.append(_between_ns(marks.c0, marks.c1))
-        return durations_a, durations_c
-
-
-def _between_ns(begin: Mark, end: Mark) -> int:
-    """Device time between two marks that were passed."""
-    elapsed_ns = end.ns_since(begin)
-    assert elapsed_ns is not None, "asked of a moment that has not come"
-    return elapsed_ns

@@ -217,10 +217,7 @@ class InFlight:
         self._queued = index + 1
 
     def is_oldest_done(self) -> bool:
-        return (
-            self._finished != self._queued
-            and self._clock.host_ns(self._oldest.marks.c1) is not None
-        )
+        return self._finished != self._queued and self._clock.is_past(self._oldest.marks.c1)
 
     def may_begin_now(self, *, is_fresh: bool) -> bool:
         """True when stage A of the next envelope has all it waits for, but one A before it at most.

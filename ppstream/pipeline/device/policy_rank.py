@@ -60,7 +60,8 @@ EARLY_NS: Final = 500_000  # such a stage B is queued so long before the one tha
 IDLE_NS: Final = NS_PER_MS  # while none come
 POLL_FRAMES_NS: Final = NS_PER_MS  # however many envelopes come
 REST_NS: Final = 5 * NS_PER_MS  # at most: nothing waits for this rank's host while it is ahead
-REST_SHARE: Final = 2  # of the envelopes queued ahead half may come meanwhile
+REST_SHARE: Final = 2  # of the envelopes queued ahead half may come meanwhile,
+RESERVE_NS: Final = NS_PER_MS  # or all, where the stages that stand queued then last so long
 BUSY_FOR_NS: Final = 20 * NS_PER_MS  # after the last one
 GAPS: Final = 4  # that the usual one is of
 NEWEST: Final = 4096  # durations of stage B that are kept
@@ -150,7 +151,10 @@ class DevicePolicyRank(PolicyRank):
         self.log.event("stage_graphs", stage="B", graphs=graphs)
 
     def step(self) -> bool:
-        """As ``PolicyRank``: queue all that may be. Before frames: some ask for what is over."""
+        """As ``PolicyRank``: queue all that may be, then book all that is over.
+
+        Before frames: some ask for what is over.
+        """
         if self.log.on_idle is None:
             most = self._most_expected()
             while self._expected < most:
@@ -161,10 +165,10 @@ class DevicePolicyRank(PolicyRank):
             self.queue()
         if now_ns() >= self._poll_frames_ns:
             self.rest(0)
-        if not self.is_oldest_done():
-            return False
-        self.finish()
-        return True
+        progress = self.progress
+        while self.is_oldest_done():
+            self.finish()
+        return self.progress > progress
 
     def close(self) -> bool:
         """As ``DeviceLink.close``."""
@@ -200,10 +204,8 @@ class DevicePolicyRank(PolicyRank):
         """
         if self._ahead:
             return True
-        host_ns = self._parts.clock.host_ns
-        while self._arrived < self._expected:
-            if host_ns(self._plan(self._arrived).complete) is None:
-                break
+        is_past = self._parts.clock.is_past
+        while self._arrived < self._expected and is_past(self._plan(self._arrived).complete):
             self._arrived += 1
         return self._queued < self._arrived and self._queued - self.progress <= 1
 
@@ -278,11 +280,11 @@ class DevicePolicyRank(PolicyRank):
         """
         if self.progress == self._queued:
             return False
-        plan, host_ns = self._plan(self.progress), self._parts.clock.host_ns
+        plan, is_past = self._plan(self.progress), self._parts.clock.is_past
         return (
-            host_ns(plan.last) is not None
-            and host_ns(plan.complete) is not None
-            and (plan.named is plan.last or host_ns(plan.named) is not None)
+            is_past(plan.last)
+            and is_past(plan.complete)
+            and (plan.named is plan.last or is_past(plan.named))
         )
 
     def rest(self, limit_ns: int) -> None:
@@ -301,7 +303,10 @@ class DevicePolicyRank(PolicyRank):
             return self._rest_of_seen_ns()
         if now_ns() - self._newest_ns > BUSY_FOR_NS:
             return IDLE_NS
-        return max(POLL_NS, min(REST_NS, self._ahead * self._gap_ns // REST_SHARE))
+        ahead_ns = self._ahead * self._gap_ns
+        spare_ns = self._most_queued * self._gap_ns - RESERVE_NS
+        rest_ns = max(ahead_ns // REST_SHARE, min(ahead_ns, spare_ns))
+        return max(POLL_NS, min(REST_NS, rest_ns))
 
     def _rest_of_seen_ns(self) -> int:
         """Returns the rest until shortly before a stage B could begin that is queued when seen.

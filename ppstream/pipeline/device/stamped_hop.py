@@ -31,12 +31,12 @@ if TYPE_CHECKING:
     from ppstream.pipeline.device.policy_rank_queue import SlotPlan
     from ppstream.pipeline.device.stage_b import DeviceStageB
 
-#: Words of a slot: its stamps and its envelope's name, then what its kernels read.
+#: Words of a slot: its stamps, what its kernels read, and its envelope's name, which they leave.
 _COMPLETE, _B0, _B1, _LAST = range(4)
-_NAMES: Final = 4
-_WAIT: Final = _NAMES + HEADER_WORDS  # the envelopes' count
+_WAIT: Final = 4  # the envelopes' count, behind the stamps: both are written at once
 _SEND: Final = _WAIT + 1  # the results' count, then the header
-_WIDTH: Final = -(-(_SEND + 1 + HEADER_WORDS) // 8) * 8
+_NAMES: Final = _SEND + 1 + HEADER_WORDS
+_WIDTH: Final = -(-(_NAMES + HEADER_WORDS) // 8) * 8
 _NOTHING: Final = LaunchSequence()
 
 
@@ -134,10 +134,9 @@ class StampedHop:
     def queue_receive(self, index: int, stream: CudaStream | None = None) -> None:
         """As ``DeviceLink``, on ``receiving``; the plan's ``behind_receipt`` stamps it."""
         assert stream is None, "the stage's own wait is queued by queue_wait"
-        number = index % len(self._kernels)
-        self._slots.write(number, _COMPLETE, 0, 0, 0, 0)
         self._link.queue_receive(index)
-        self._slots.write(number, _WAIT, self._link.count_of(index))
+        number, count = index % len(self._kernels), self._link.count_of(index)
+        self._slots.write(number, _COMPLETE, 0, 0, 0, 0, count)  # whoever stamps is queued later
 
     def queue_wait(self, index: int, stream: CudaStream) -> bool:
         """As ``DeviceLink``, on stage B's stream."""

@@ -21,7 +21,7 @@ from ppstream.analysis.log_reader import read_run
 from ppstream.core.clock import NS_PER_MS, NS_PER_S, now_ns
 from ppstream.core.errors import PeerLostError, PolicyError
 from ppstream.ingest.synthetic import SyntheticSource
-from ppstream.links.device_link import run_ahead
+from ppstream.links.device_link import most_queued, run_ahead
 from ppstream.pipeline.bringup import time_isolated_stages
 from ppstream.pipeline.device import executor
 from ppstream.pipeline.device.in_flight import SIGHT_NS
@@ -303,6 +303,48 @@ def test_the_policy_rank_sleeps_while_several_envelopes_come(
         pipeline.rank0.run(30)
         assert len(rests) <= 3 * 30  # looking each 50 µs would be 60 times that
         assert max(rests) > 2 * NS_PER_MS
+
+
+def test_rank_0_takes_free_places_several_at_once(build: Any) -> None:
+    underway: list[int] = []  # as each envelope begins
+    with build(graphs=True) as pipeline:
+        executor = pipeline.executor
+        begin = executor.begin
+
+        def watched(*given: Any) -> None:
+            underway.append(executor.in_flight)
+            begin(*given)
+
+        pipeline.policy.act = lambda call: time.sleep(0.003)
+        pipeline.saturate()
+        executor.begin = watched
+        pipeline.rank0.run(60)
+        most = most_queued(pipeline.shape)
+    behind_full = [after for before, after in pairwise(underway) if before == most - 1]
+    assert most == pipeline.shape.d_in + 6
+    assert len(behind_full) >= 5
+    assert max(behind_full) <= most - 3
+
+
+def test_samples_that_come_by_the_clock_wake_rank_0_together_with_its_envelopes(
+    build: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with build(graphs=True) as pipeline:
+        pipeline.policy.act = lambda call: time.sleep(0.01)
+        pipeline.saturate()
+        pipeline.rank0.run(10)
+        source, drained = pipeline.rank0.source, 0
+        drain = source.drain
+
+        def counted(now: int) -> Any:
+            nonlocal drained
+            drained += 1
+            return drain(now)
+
+        monkeypatch.setattr(source, "drain", counted)
+        monkeypatch.setattr(source, "next_due_ns", lambda: now_ns() + NS_PER_MS)
+        pipeline.rank0.run(20)
+    assert drained <= 6 * 20  # 10 an envelope would come by the clock, and more when it is late
 
 
 def test_the_first_action_of_a_new_epoch_is_told_once_with_its_time(any_way: Any) -> None:

@@ -46,6 +46,9 @@ class Clock:
     def host_ns(self, event: At) -> int | None:
         return None if event.ns is None else event.ns + self.offset_ns
 
+    def is_past(self, event: At) -> bool:
+        return event.ns is not None
+
     def past_ns(self, event: At) -> int:
         found = self.host_ns(event)
         assert found is not None
