@@ -27,6 +27,10 @@ JOINTS_MAX: Final = 256
 NO_CAMERA: Final = "none"  # an answer
 SIZE: Final = re.compile(r"(\d{1,4})x(\d{1,4})")
 STEPS: Final = 16  # of the window, and of a chunk
+STEP_MS: Final = 20.0  # of a chunk
+LEASE_MS: Final = 300.0
+GAP_MS: Final = 200.0  # max_gap_ms, unless it is stated
+GAPS: Final = 2  # samples may be so many periods apart
 LIMIT_RAD: Final = 3.2
 LEFT: Final = 130  # exit code of who left a question unanswered, as after Ctrl-C
 
@@ -65,10 +69,13 @@ def toml_of(arm: Arm, target: str) -> str:
     sizes = ", ".join(f"{name} = [{arm.height}, {arm.width}]" for name in arm.cameras)
     cameras = "".join(
         f'\n[[streams]]\nname = "{name}"          # RGB, uint8 [height, width, 3]\n'
-        f"rate_hz = {arm.frame_hz:g}\n[streams.image]\nheight = {arm.height}\nwidth = {arm.width}\n"
+        f"rate_hz = {arm.frame_hz:g}\n{_gap(arm.frame_hz)}"
+        f"[streams.image]\nheight = {arm.height}\nwidth = {arm.width}\n"
         for name in arm.cameras
     )
     dt_ms = 1000 / arm.rate_hz
+    # a chunk covers two samples, and is valid until the second one's could be here
+    step_ms, lease_ms = max(STEP_MS, 2 * dt_ms / STEPS), max(LEASE_MS, 2 * dt_ms)
     return f"""\
 # {arm.joints} joints, {len(arm.cameras)} cameras. ppstream explain KEY says what a key means.
 name = "{arm.name}"
@@ -78,7 +85,7 @@ name = "{JOINTS_NAME}"
 dim = {arm.joints}
 rate_hz = {arm.rate_hz:g}
 reference = true        # its newest stamp ends the window
-{cameras}
+{_gap(arm.rate_hz)}{cameras}
 [window]
 steps = {STEPS}
 dt_ms = {dt_ms:g}
@@ -86,10 +93,10 @@ dt_ms = {dt_ms:g}
 [actions]
 names = [{", ".join(f'"{name}"' for name in joints)}]
 horizon = {STEPS}
-dt_ms = 20
+dt_ms = {step_ms:g}
 low = [{", ".join([f"{-LIMIT_RAD:g}"] * arm.joints)}]
 high = [{", ".join([f"{LIMIT_RAD:g}"] * arm.joints)}]
-lease_ms = 300          # no older action is executed
+lease_ms = {lease_ms:<12g} # no older action is executed
 
 [policy]
 target = "{target}"
@@ -111,6 +118,12 @@ accept = {toml_value(ACCEPTABLE)}
 [metrics]
 port = 0                # a free one, on this host alone: for ppstream top
 """
+
+
+def _gap(rate_hz: float) -> str:
+    """A stream's ``max_gap_ms``, where its samples are too far apart for the default."""
+    gap_ms = GAPS * 1000 / rate_hz
+    return "" if gap_ms <= GAP_MS else f"max_gap_ms = {gap_ms:g}\n"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -105,6 +105,16 @@ def test_its_options_are_in_the_run(
     assert says in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("rate_hz", ["0.5", "2", "7", "1000"])
+def test_a_run_of_any_rate_is_one_that_starts(rate_hz: str, tmp_path: Path) -> None:
+    """Its chunks reach to the next sample, and are valid until then."""
+    assert written(tmp_path, "--rate-hz", rate_hz, "--frame-hz", rate_hz) == 0
+    config = read(str(tmp_path / "my-arm.toml"))
+    period_ms, actions = 1000 / float(rate_hz), config.actions
+    assert actions.lease_ms >= period_ms
+    assert actions.horizon * actions.dt_ms >= period_ms
+
+
 def test_all_mistakes_come_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     wrong = "--joints", "0", "--cameras", "top", "joints", "--camera-size", "96", "--rate-hz", "x"
     assert commands.main(["init", "7arm", "--folder", str(tmp_path), *wrong]) == 11
