@@ -21,6 +21,7 @@ FORMS: Final = (
     ".mcap, .npz, Franka .npy, PX4 .ulg, ROS 1 .bag, the folder of a ROS 2 bag or of a "
     "LeRobotDataset v3, or a folder of such files"
 )
+INTERRUPTED: Final = 130  # exit code, as of any program that Ctrl-C ends
 SKIPPED: Final = 3  # exit code: the data set is there, without inputs that could not be read
 
 
@@ -190,6 +191,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except PpstreamError as error:
         print(f"resample: {error}", file=sys.stderr)
         return int(error.exit_code)
+    except KeyboardInterrupt:
+        print(
+            "resample: interrupted; the same command goes on with what is missing", file=sys.stderr
+        )
+        return INTERRUPTED
     print(text)
     return code
 

@@ -5,7 +5,7 @@ An input is the unit of work: it is read, resampled and written as a whole, or n
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -64,10 +64,12 @@ def find_inputs(paths: Iterable[str | Path]) -> list[DataInput]:
         if is_lerobot_folder(path):
             found += [DataInput(path, number) for number in LeRobotFolder(path).episodes]
         elif path.is_dir() and not (path / "metadata.yaml").exists():
-            files = sorted(file for file in path.rglob("*") if file.suffix in SUFFIXES)
-            found += map(DataInput, files)
-            if not files:
-                problems.append(f"{path}: holds no recording, want {', '.join(SUFFIXES)}")
+            held = sorted(_recordings_in(path))
+            found += map(DataInput, held)
+            if not held:
+                problems.append(
+                    f"{path}: holds no recording, want {', '.join(SUFFIXES)} or a ROS 2 bag"
+                )
         elif path.exists():
             found.append(DataInput(path))
         else:
@@ -80,6 +82,18 @@ def find_inputs(paths: Iterable[str | Path]) -> list[DataInput]:
     if problems or not found:
         raise ConfigError(problems or ["no input is named"])
     return found
+
+
+def _recordings_in(folder: Path) -> Iterator[Path]:
+    """Files and ROS 2 bags, however deep; of a bag the folder, not the files in it."""
+    for one in folder.iterdir():
+        if not one.is_dir():
+            if one.suffix in SUFFIXES:
+                yield one
+        elif (one / "metadata.yaml").exists():
+            yield one
+        elif not one.is_symlink():
+            yield from _recordings_in(one)
 
 
 def shard_of(inputs: Sequence[DataInput], shard: int, shards: int) -> list[int]:

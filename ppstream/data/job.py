@@ -14,6 +14,7 @@ import json
 import logging
 import os
 import shutil
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -83,15 +84,19 @@ class ResampleJob:
         }
         text = json.dumps(described, indent=1)
         self._digest = hashlib.sha256(text.encode()).hexdigest()
-        if out.exists() and not self._state.exists() and any(out.iterdir()):
-            raise ConfigError(
-                [f"{out}: is not empty and no data set of this command; name another"]
-            )
-        self._state.mkdir(parents=True, exist_ok=True)
         job = self._state / JOB
-        if not job.exists():
-            _replace(job, text)
-        elif job.read_text() != text:
+        try:
+            if out.exists() and not self._state.is_dir() and any(out.iterdir()):
+                raise ConfigError(
+                    [f"{out}: is not empty and no data set of this command; name another"]
+                )
+            self._state.mkdir(parents=True, exist_ok=True)
+            if not job.exists():
+                _replace(job, text)
+            before = job.read_text()
+        except OSError as error:
+            raise ConfigError([f"{out}: cannot be written: {error.strerror or error}"]) from error
+        if before != text:
             raise ConfigError(
                 [f"{out}: holds a data set of other inputs, another configuration or format; "
                  "name another folder, or remove it"]
@@ -135,7 +140,8 @@ class ResampleJob:
             return
         with _workers(min(jobs, len(work))) as pool:
             try:
-                waiting = {pool.submit(make_part, *one) for one in work}
+                with _uninterrupted():
+                    waiting = {pool.submit(make_part, *one) for one in work}
                 yield from _as_made(waiting)
             except BrokenProcessPool as error:
                 raise PeerLostError(
@@ -147,10 +153,10 @@ class ResampleJob:
         """Ends of inputs that have not changed since; until the merge with their parts."""
         found, is_complete = [], self._is_complete()
         for number, one in enumerate(self.inputs):
-            try:
-                record = InputRecord(**json.loads(_record_file(self._state, number).read_text()))
-            except FileNotFoundError:
+            about = _read_state(_record_file(self._state, number))
+            if about is None:
                 continue
+            record = InputRecord(**about)
             part = _part_file(self._state, number, self._output.suffix)
             is_there = is_complete or record.error or part.exists()
             if is_there and record.fingerprint == fingerprint(one.path):
@@ -158,11 +164,11 @@ class ResampleJob:
         return found
 
     def _is_complete(self) -> bool:
-        file = self._state / COMPLETE
-        if not file.exists():
+        about = _read_state(self._state / COMPLETE)
+        if about is None:
             return False
-        about = json.loads(file.read_text())
-        return bool(about["digest"] == self._digest and about["skipped"] == 0)
+        is_there = all((self.out / name).exists() for name in about.get("made", ()))
+        return bool(is_there and about["digest"] == self._digest and about["skipped"] == 0)
 
     def _merge(self, records: Sequence[InputRecord]) -> None:
         with _alone(self._state / "lock"):
@@ -181,13 +187,14 @@ class ResampleJob:
             shutil.rmtree(merging, ignore_errors=True)
             merging.mkdir()
             self._output.merge(merging, parts)
+            names = sorted(made.name for made in merging.iterdir())
             for made in sorted(merging.iterdir()):  # meta, by which it is opened, comes last
                 old = self.out / made.name
                 if old.is_dir():
                     shutil.rmtree(old)
                 os.replace(made, old)
             skipped = len(records) - len(whole)
-            complete = {"digest": self._digest, "skipped": skipped}
+            complete = {"digest": self._digest, "skipped": skipped, "made": names}
             _replace(self._state / COMPLETE, json.dumps(complete))
             if skipped == 0:  # else they are wanted again, once an input is mended
                 for part in parts:
@@ -200,7 +207,7 @@ def make_part(state: Path, number: int, one: DataInput, settings: DataSettings) 
     file = _part_file(state, number, output.suffix)
     scratch = file.with_suffix(f".{os.getpid()}.tmp")
     seen = fingerprint(one.path)
-    with _notes() as notes:
+    with _notes(one.path) as notes:
         try:
             prepared = prepare(one, settings)
             summary = output.write(scratch, prepared)
@@ -239,6 +246,16 @@ def _workers(count: int) -> Iterator[Executor]:
         pool.shutdown(cancel_futures=True)
 
 
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Has processes that begin in here leave Ctrl-C to this one: they end the input at hand."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _begin_worker() -> None:
     import torch
 
@@ -246,19 +263,19 @@ def _begin_worker() -> None:
 
 
 class _Notes(logging.Handler):
-    def __init__(self, notes: list[str]) -> None:
+    def __init__(self, path: Path, notes: list[str]) -> None:
         super().__init__(logging.WARNING)
-        self._notes = notes
+        self._path, self._notes = path, notes
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._notes.append(record.getMessage())
+        self._notes.append(record.getMessage().removeprefix(f"{self._path}: "))
 
 
 @contextmanager
-def _notes() -> Iterator[list[str]]:
+def _notes(path: Path) -> Iterator[list[str]]:
     """Collects what readers warn of."""
     notes: list[str] = []
-    handler, logger = _Notes(notes), logging.getLogger(LOGGER)
+    handler, logger = _Notes(path, notes), logging.getLogger(LOGGER)
     propagated = logger.propagate
     logger.addHandler(handler)
     logger.propagate = False
@@ -282,6 +299,15 @@ def _part_file(state: Path, number: int, suffix: str) -> Path:
 
 def _record_file(state: Path, number: int) -> Path:
     return state / f"{number:06d}.json"
+
+
+def _read_state(file: Path) -> dict[str, Any] | None:
+    """None where it is not there, or damaged: then its work is done again."""
+    try:
+        about: dict[str, Any] = json.loads(file.read_text())
+    except (FileNotFoundError, ValueError):
+        return None
+    return about
 
 
 def _replace(file: Path, text: str) -> None:

@@ -6,6 +6,7 @@ ones in a row empty all rings. Slower than index arithmetic, and never of anothe
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
     from ppstream.config.schema import PipelineConfig
     from ppstream.ingest.ring import SensorRing
+
+logger = logging.getLogger("ppstream")
 
 
 class _Taken:
@@ -97,6 +100,14 @@ def seen_through_rings(
         source.feed(until_ns, 0)  # the rest, for windows that know what comes behind them
         for one in taken.values():
             one.copy()
+    for name, ring in row.rings.items():
+        count = len(recording.tracks[name].stamps_ns)
+        if refused := count - ring.accepted:
+            logger.warning(
+                "%s: stream %r: %d of %d samples are refused, as a live run refuses them: "
+                "late, repeated or not finite",
+                *(path, name, refused, count),
+            )
     return {
         name: one.column(
             recording.tracks[name].stamps_ns if row.rings[name].bank.is_image else None

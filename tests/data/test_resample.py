@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
 import numpy as np
 import pytest
-from recording_files import S, Samples, picture, with_camera, write_images
+from recording_files import S, Samples, picture, with_camera, write_images, write_sqlite
 from resample_runs import command, resampled, settings, write_config, write_recording
 from robot_rig import wait_until
 from safetensors.numpy import load_file
@@ -19,9 +21,10 @@ from stream_cases import MS, Input, config, stream
 
 from ppstream.config.schema import RecordedAs
 from ppstream.core.errors import ExitCode
-from ppstream.data.cli import SKIPPED, main
+from ppstream.data.cli import INTERRUPTED, SKIPPED, main
 from ppstream.data.cutting import BatchCutter
 from ppstream.data.episode import Cut, RecordedEpisode, episodes_of
+from ppstream.data.inputs import find_inputs
 from ppstream.recording.load import load_recording
 from ppstream.recording.mcap_writer import open_recorder
 
@@ -320,3 +323,97 @@ def test_a_camera_of_another_software_s_recording_is_refused(
     said = capsys.readouterr().err
     assert "'wrist' is a camera, and of" in said
     assert "'wrist' does not say" not in said
+
+
+def test_samples_that_a_live_run_refuses_are_counted(
+    recordings: list[Path], run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with np.load(recordings[0]) as found:
+        arrays = dict(found)
+    arrays["arm.values"][[3, 7], 0] = np.nan
+    arrays["arm.stamps_ns"][20] = arrays["arm.stamps_ns"][19]
+    np.savez(recordings[0], allow_pickle=False, **arrays)
+    assert make(run, tmp_path / "out", *recordings) == 0
+    notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note")]
+    (note,) = notes
+    assert note.startswith(f"note on {recordings[0]}: stream 'arm': 3 of 100 samples are refused")
+
+
+@pytest.mark.parametrize("name", ["complete.json", "000001.json"])
+def test_a_damaged_state_costs_work_and_no_data(
+    name: str, recordings: list[Path], run: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    assert make(run, out, *recordings) == 0
+    kept = frames_in(out)
+    (out / ".resample" / name).write_text("{")
+    assert make(run, out, *recordings) == 0
+    assert frames_in(out) == kept
+
+
+@pytest.mark.parametrize("name", ["meta", "data"])
+def test_a_data_set_that_was_removed_is_made_again(
+    name: str, recordings: list[Path], run: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    assert make(run, out, *recordings) == 0
+    kept = frames_in(out)
+    shutil.rmtree(out / name)
+    assert make(run, out, *recordings) == 0
+    assert frames_in(out) == kept
+    assert (out / "meta" / "info.json").exists()
+
+
+def test_an_output_that_is_a_file_is_refused(
+    recordings: list[Path], run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "out").touch()
+    assert make(run, tmp_path / "out", *recordings) == ExitCode.CONFIG
+    assert "out: cannot be written: Not a directory" in capsys.readouterr().err
+
+
+def test_a_bag_in_a_folder_is_an_input_beside_files(recordings: list[Path]) -> None:
+    folder = recordings[0].parent
+    bag = write_sqlite(folder, Samples.drawn())
+    (folder / "linked.npz").symlink_to(folder / "nowhere")
+    found = [one.path for one in find_inputs([folder])]
+    assert found == sorted([*recordings, bag, folder / "linked.npz"])
+
+
+def opened(pipe: Path, held: list[int]) -> bool:
+    """Holds the end to write of a pipe that somebody reads."""
+    with suppress(OSError):
+        held.append(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK))
+    return bool(held)
+
+
+def test_an_interrupted_job_says_so_and_goes_on(
+    recordings: list[Path], run: Path, tmp_path: Path
+) -> None:
+    out, kept = tmp_path / "out", recordings[4].read_bytes()
+    recordings[4].unlink()
+    os.mkfifo(recordings[4])  # the last one to be begun, which waits
+    held: list[int] = []
+    job = subprocess.Popen(
+        [*command(run, out, *recordings), "--jobs", "2"],
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        wait_until(lambda: len(list((out / ".resample").glob("00*.json"))) == 4)
+        wait_until(lambda: opened(recordings[4], held))
+        os.killpg(job.pid, signal.SIGINT)
+        os.close(held[0])  # what is at hand is ended
+        said = job.communicate(timeout=60)[1]
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(job.pid, signal.SIGKILL)
+    assert job.returncode == INTERRUPTED
+    assert "Traceback" not in said
+    assert "goes on with what is missing" in said
+    recordings[4].unlink()
+    recordings[4].write_bytes(kept)
+    again = resampled(run, out, *recordings)
+    assert again.returncode == 0, again.stderr
+    assert set(frames_in(out)["episode_index"]) == set(range(COUNT))
