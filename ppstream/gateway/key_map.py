@@ -42,7 +42,10 @@ class KeyMap:
     def __init__(self, config: PipelineConfig, gateway: GatewayConfig) -> None:
         entries = key_entries(gateway)
         ends = config.reference.name
-        self._streams = [_Mapped(stream, entries[stream.name]) for stream in config.streams]
+        self._streams = [
+            _Mapped(stream, entries[stream.name], _shapes(stream, entries[stream.name]))
+            for stream in config.streams
+        ]
         self._sent = sorted(self._streams, key=lambda mapped: mapped.stream.name == ends)
         self._prompt = entries.get(PROMPT)
 
@@ -96,7 +99,7 @@ class KeyMap:
     def forms(self) -> Iterator[Form]:
         """Each key, in a robot's own terms."""
         for mapped in self._streams:
-            shapes = None if mapped.stream.image is None else tuple(mapped.shapes().values())
+            shapes = None if mapped.stream.image is None else tuple(mapped.shapes.values())
             for key in mapped.entry.keys:
                 yield Form(key, mapped.stream.name, mapped.entry.optional, shapes)
 
@@ -114,6 +117,7 @@ class KeyMap:
 class _Mapped(NamedTuple):
     stream: StreamConfig
     entry: KeyEntry
+    shapes: dict[str, tuple[int, int, int]]  # of a frame that are taken, by layout
 
     def sample(self, values: Sequence[Any]) -> Array:
         """Raises ValueError: how ``values``, one of each key, differ."""
@@ -146,25 +150,26 @@ class _Mapped(NamedTuple):
                 return "a number each"
             alone = " or a number" if self.stream.dim == 1 else ""
             return f"numbers [{self.stream.dim}]{alone}"
-        shapes = " or ".join(str(list(shape)) for shape in self.shapes().values())
+        shapes = " or ".join(str(list(shape)) for shape in self.shapes.values())
         return f"uint8, or floats from 0 to 1, {shapes}"
 
     def example(self) -> Array:
         if self.stream.image is None:
             return np.zeros(self.stream.dim if len(self.entry.keys) == 1 else ())
-        return np.zeros(next(iter(self.shapes().values())), np.uint8)
+        return np.zeros(next(iter(self.shapes.values())), np.uint8)
 
     def _numbers(self, array: Array) -> Array:
         if array.size != self.stream.dim or array.ndim > 1:
             raise ValueError(f"got {array.dtype} {list(array.shape)}")
         if array.dtype.kind == "f" and not np.isfinite(array).all():
             raise ValueError("got numbers that are not finite")
-        if self.stream.dtype == "float32" and np.abs(array.astype(np.float64)).max() > LARGEST_F32:
+        is_wider = self.stream.dtype == "float32" and array.dtype != np.float32
+        if is_wider and np.abs(array.astype(np.float64)).max() > LARGEST_F32:
             raise ValueError("got numbers that no float32 holds")
         return array.astype(self.stream.dtype).reshape(-1)
 
     def _frame(self, array: Array) -> Array:
-        layouts = [name for name, shape in self.shapes().items() if array.shape == shape]
+        layouts = [name for name, shape in self.shapes.items() if array.shape == shape]
         is_float = array.dtype.kind == "f"
         if not layouts or not (is_float or array.dtype == np.uint8):
             raise ValueError(f"got {array.dtype} {list(array.shape)}")
@@ -176,16 +181,17 @@ class _Mapped(NamedTuple):
             array = array.transpose(1, 2, 0)
         return np.ascontiguousarray(array).reshape(-1)
 
-    def shapes(self) -> dict[str, tuple[int, int, int]]:
-        """Shapes of a frame that are taken, by layout."""
-        image = self.stream.image
-        assert image is not None, "a camera's"
-        shapes = {
-            "hwc": (image.height, image.width, CHANNELS),
-            "chw": (CHANNELS, image.height, image.width),
-        }
-        layout = self.entry.layout
-        return shapes if layout == LAYOUTS[0] else {layout: shapes[layout]}
+
+def _shapes(stream: StreamConfig, entry: KeyEntry) -> dict[str, tuple[int, int, int]]:
+    """Shapes of a frame that are taken, by layout; of numbers none."""
+    image = stream.image
+    if image is None:
+        return {}
+    shapes = {
+        "hwc": (image.height, image.width, CHANNELS),
+        "chw": (CHANNELS, image.height, image.width),
+    }
+    return shapes if entry.layout == LAYOUTS[0] else {entry.layout: shapes[entry.layout]}
 
 
 def source_of(value: Any, depth: int = 0) -> str:

@@ -25,6 +25,7 @@ FILE: Final = "gateway.toml"
 START_LIMIT_S: Final = 30.0
 MS_PER_S: Final = 1000
 GATEWAY_END_LIMIT_S: Final = 8.0  # it answers what it has begun, and says goodbye
+VIEW_MESSAGE_BYTES: Final = 64 << 10  # of the largest but frames
 VIEW_END_LIMIT_S: Final = 1.0  # of a view that is frozen: it owes nobody an answer
 
 
@@ -42,13 +43,16 @@ def start_gateway(config: PipelineConfig, run: Run, endpoint: str) -> ChildProce
     )
 
 
-def start_view(port: int) -> tuple[ChildProcess, int]:
+def start_view(config: PipelineConfig) -> tuple[ChildProcess, int]:
     """The live view, and the pipe that it reads: the caller's to close."""
+    frames = [stream.dim for stream in config.streams if stream.image is not None]
+    largest = max(VIEW_MESSAGE_BYTES, 4 * max(frames, default=0) // 3)  # frames go as base64
+    options = ("--port", str(config.view.port), "--message-bytes", str(largest))
     read_fd, write_fd = os.pipe()
     try:
         child = ChildProcess(
             "view",
-            bound_command("ppstream.view", "--port", str(port)),
+            bound_command("ppstream.view", *options),
             addresses=1,
             effect="the run goes on",
             end_limit_s=VIEW_END_LIMIT_S,

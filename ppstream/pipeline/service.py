@@ -56,7 +56,7 @@ class Service:
         service = self.config.service
         view_fd = None
         if self.config.view.port is not None:
-            self._view, view_fd = start_view(self.config.view.port)
+            self._view, view_fd = start_view(self.config)
         self._recorder = open_recorder(self.config, self._run.run_id, view_fd)
         if self._recorder is not None:
             self._recorder.tap(self.intake.rows)

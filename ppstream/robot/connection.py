@@ -247,6 +247,7 @@ class RobotLink:
             return None
         now = now_ns()
         if now < self._turn_ns:
+            self._socket.release()  # of the observation before: this one is on its way
             return self._turn_ns - now
         try:
             return min(self._turn(now), SLICE_NS)
@@ -451,6 +452,7 @@ class RobotLink:
             if message is not None:
                 self.session.was_sent(now, sent=self.send(message))
             due_ns = self.session.due_ns
+        self._socket.release()
         other_ns = self._on_turn(now)
         if other_ns is not None:
             due_ns = min(due_ns, other_ns)

@@ -16,6 +16,7 @@ from typing import Final
 from ppstream.core.errors import ConfigError, ExitCode
 
 PORT: Final = 8765  # viewers offer it
+MESSAGE_BYTES: Final = 64 << 10  # of the largest messages, where nobody says it
 NICENESS: Final = 10  # the ranks come first
 
 
@@ -26,12 +27,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("pipe", nargs="?", help="named pipe of record.file (default: the input)")
     parser.add_argument("--port", type=int, default=PORT, help=f"on loopback (default: {PORT})")
+    text = "of the largest: a viewer that reads nothing keeps 64 MB of messages waiting"
+    parser.add_argument("--message-bytes", type=int, default=MESSAGE_BYTES, help=text)
     args = parser.parse_args(argv)
     if args.pipe is None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 drains, and then ends its pipe
         os.nice(NICENESS)
     try:
-        _serve(args.pipe, args.port)
+        _serve(args.pipe, args.port, max(1, args.message_bytes))
     except KeyboardInterrupt:
         return 0
     except ConfigError as error:
@@ -40,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _serve(path: str | None, port: int) -> None:
+def _serve(path: str | None, port: int, message_bytes: int) -> None:
     try:
         from ppstream.view.live_view import serve
     except ModuleNotFoundError as error:
@@ -50,7 +53,7 @@ def _serve(path: str | None, port: int) -> None:
         with open(sys.stdin.fileno() if path is None else path, "rb") as pipe:
             if stat.S_ISREG(os.fstat(pipe.fileno()).st_mode):
                 raise ConfigError([f"{path}: a file needs no live view: open it in the viewer"])
-            serve(pipe, port)
+            serve(pipe, port, message_bytes)
     except OSError as error:
         raise ConfigError([f"{path}: {error.strerror}"]) from error
 

@@ -21,7 +21,8 @@ from ppstream.recording.mcap_schema import EVENTS_TOPIC, Event, json_schema
 
 HOST: Final = "127.0.0.1"
 STATE_TOPIC: Final = "/state"
-BACKLOG: Final = 1024  # messages that wait for one viewer
+BACKLOG: Final = 16, 1024  # messages that wait for one viewer: at least, and at most
+BACKLOG_BYTES: Final = 64 << 20  # that they may have together, where these limits permit
 
 encode: Final = msgspec.json.Encoder().encode
 decode_event: Final = msgspec.json.Decoder(Event).decode
@@ -38,12 +39,19 @@ class State(msgspec.Struct):
     reasons: list[str] = []
 
 
-def serve(pipe: IO[bytes], port: int) -> None:
+def backlog(message_bytes: int) -> int:
+    """Messages that may wait for one viewer when the largest have so many bytes."""
+    least, most = BACKLOG
+    return max(least, min(most, BACKLOG_BYTES // message_bytes))
+
+
+def serve(pipe: IO[bytes], port: int, message_bytes: int) -> None:
     """Publish what the pipe brings, until it ends; print the address first.
 
     Args:
         pipe: MCAP with JSON messages.
         port: of loopback; 0: any free one.
+        message_bytes: of the largest messages.
 
     Raises:
         ConfigError: the port is taken, or the pipe brings something else.
@@ -56,7 +64,7 @@ def serve(pipe: IO[bytes], port: int) -> None:
             port=port,
             server_listener=view,
             context=view.context,
-            message_backlog_size=BACKLOG,
+            message_backlog_size=backlog(message_bytes),
         )
     except Exception as error:
         raise ConfigError([f"view.port: {HOST}:{port}: {error}"]) from error

@@ -16,6 +16,7 @@ import grpc
 import numpy as np
 import pytest
 import zmq
+from documents import BOOKS, FENCE
 from lerobot_rig import refused, robot_at, rows_of
 from ranks import Ranks
 from robot_rig import wait_until
@@ -112,6 +113,65 @@ def test_a_robot_of_lerobot_gets_actions_of_its_own_observations(tmp_path: Path)
             with pytest.raises(grpc.RpcError) as caught:
                 robot.send()
             assert refused(caught.value)[0] == "UNAVAILABLE"
+
+
+RECIPES = {"openpi": DROID, "groot": DROID, "lerobot": SO101}
+
+
+@pytest.mark.parametrize("wire", RECIPES)
+def test_the_recipe_of_the_run_book_serves_a_client_of_its_wire(wire: str, tmp_path: Path) -> None:
+    """The page's text as it stands, below the streams of the robot that it maps."""
+    page = (BOOKS / f"connect-{wire}.md").read_text()
+    (recipe,) = (block for block in FENCE.findall(page) if "[[gateway]]" in block)
+    run, _, _ = RECIPES[wire].read_text().partition("[[gateway]]")
+    assert recipe.startswith("[[gateway]]\n")
+    file = tmp_path / "run.toml"
+    file.write_text(run + recipe)
+    settings = (
+        "policy.target=told_echo:build",
+        "policy.instructions=true",
+        "gateway.0.listen=127.0.0.1:0",  # the page's may be taken
+        "gateway.0.timeout_ms=30000",
+    )
+    with Ranks(tmp_path, *settings, config=file, world_size=1) as ranks:
+        actions = ASKING[wire](ranks.gateway_address(wire))
+        ranks.processes[0].send_signal(signal.SIGTERM)
+        assert ranks.wait() == [ExitCode.DRAINED]
+    assert actions.tolist() == (np.arange(actions.shape[1]) / 8 + np.zeros(actions.shape)).tolist()
+
+
+def ask_openpi(address: str) -> np.ndarray[Any, Any]:
+    with connect(address, compression=None, proxy=None) as robot:
+        robot.recv(20)
+        given = observation(0) | {"observation/gripper_position": 7 / 8}
+        robot.send(encode(given | {"prompt": "pick up the cup"}))
+        return np.asarray(decode(bytes(robot.recv(60)))["actions"])
+
+
+def ask_groot(address: str) -> np.ndarray[Any, Any]:
+    with zmq.Context() as context, context.socket(zmq.REQ) as robot:
+        robot.set(zmq.RCVTIMEO, 60_000)
+        robot.connect(address)
+        data = {"state.single_arm": np.arange(7)[None] / 8, "state.gripper": np.full((1, 1), 7 / 8)}
+        data["video.wrist"] = np.zeros((1, 8, 6, 3), np.uint8)
+        task = {"annotation.human.task_description": ["pick up the cup"]}
+        robot.send(groot.encode({"endpoint": "get_action", "data": data | task}))
+        found = groot.decode(robot.recv())
+        return np.concatenate([found["action.single_arm"], found["action.gripper"]], axis=1)
+
+
+def ask_lerobot(address: str) -> np.ndarray[Any, Any]:
+    with robot_at(address) as robot:
+        state = {"dtype": "float32", "shape": (6,), "names": [f"{m}.pos" for m in MOTORS]}
+        front = {"dtype": "image", "shape": (8, 6, 3), "names": ["height", "width", "channels"]}
+        features = {"observation.state": state, "observation.images.front": front}
+        robot.start(lerobot_features=features, actions_per_chunk=10)
+        given = {f"{motor}.pos": k / 8 for k, motor in enumerate(MOTORS)}
+        given |= {"front": np.zeros((8, 6, 3), np.uint8), "task": "pick up the cup"}
+        return rows_of(robot.ask(observation=given, timestep=0))
+
+
+ASKING = {"openpi": ask_openpi, "groot": ask_groot, "lerobot": ask_lerobot}
 
 
 def ask(address: str, robot: int) -> None:

@@ -38,7 +38,7 @@ def test_each_answer_is_timed_and_is_of_its_own_observation() -> None:
     robot = Robot(is_late=False)
     taken_ns = peers_robot.closed(robot, observation("none"), seconds=0.01, mark=0.5)
     assert len(taken_ns) == robot.asked
-    assert all(began <= there for began, there in taken_ns)
+    assert all(began <= there for began, there, _ in taken_ns)
     with pytest.raises(SystemExit, match="was answered with"):
         peers_robot.closed(Robot(is_late=True), observation("none"), seconds=0.01, mark=0.5)
 

@@ -28,6 +28,7 @@ from ppstream.control.peer_process import children, command
 from ppstream.core.errors import ExitCode
 from ppstream.recording.items import FrameItem, Item, LoggedLine, SamplesItem
 from ppstream.recording.mcap_writer import RecordFile
+from ppstream.view.live_view import backlog
 from ppstream.wire.openpi import decode, encode
 
 DROID = Path(__file__).parents[1] / "support" / "droid.toml"
@@ -287,6 +288,14 @@ def test_a_viewer_that_does_not_read_loses_messages_and_no_other_viewer(
                 slow.read()
             assert 0 < len(late) < len(numbers)
             file.close()
+
+
+@pytest.mark.parametrize(
+    ("message_bytes", "messages"),
+    [(1, 1024), (64 << 10, 1024), (224 * 224 * 4, 334), (720 * 1280 * 4, 18), (10 << 20, 16)],
+)
+def test_what_waits_for_a_viewer_is_bounded_by_its_bytes(message_bytes: int, messages: int) -> None:
+    assert backlog(message_bytes) == messages
 
 
 def wait_for_topic(viewer: Viewer, topic: str) -> None:

@@ -29,13 +29,13 @@ import sys
 import tempfile
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median_low
-from typing import Final
+from typing import Any, Final
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # tools/
 
@@ -133,6 +133,8 @@ class ServerLog:
         parts_ms: durations by ``PARTS`` of the ways between; of a chain none.
         rows: calls of the policy in service, by the number of rows.
         ages_ms: of actions when rank 0 emits them, by the number of clients.
+        envelopes_ms: durations by those of ``PARTS`` that rank 0 stamps, by the number of clients.
+        told_ms: durations by ``TOLD`` as replies tell them, by the number of clients.
     """
 
     address: str
@@ -141,7 +143,16 @@ class ServerLog:
     parts_ms: dict[str, list[float]] = field(default_factory=dict)
     rows: Counter[int] = field(default_factory=Counter)
     ages_ms: dict[int, list[float]] = field(default_factory=dict)
+    envelopes_ms: dict[int, dict[str, list[float]]] = field(default_factory=dict)
+    told_ms: dict[int, dict[str, list[float]]] = field(default_factory=dict)
 
+    def cells_of(self) -> set[int]:
+        """Numbers of clients that were measured."""
+        return {clients for clients, _, _ in self.cells}
+
+
+#: Parts of a request's time by what its reply tells, with ``actions.provenance``.
+TOLD: Final = ("client and websocket", "gateway to rank 0 and back", "rank 0 and links", "policy")
 
 #: Between which stamps the parts of a lone client's way lie, in their order.
 PARTS: Final = {
@@ -231,18 +242,37 @@ def measure(
                 )
                 for number, robot in enumerate(robots)
             ]
-            answers: list[list[list[int]]] = [each.result() for each in asked]
+            answers: list[list[tuple[int, int, dict[str, float]]]] = [
+                each.result() for each in asked
+            ]
         foreign = cores.foreign()
     begin_ns = max(each[0][0] for each in answers) + round(SETTLE_S / S)
     end_ns = min(each[-1][1] for each in answers)
     taken_ms = [
         (there_ns - asked_ns) * S * 1e3
         for each in answers
-        for asked_ns, there_ns in each
+        for asked_ns, there_ns, _ in each
         if begin_ns <= there_ns <= end_ns
     ]
+    for asked_ns, there_ns, timing in (answer for each in answers for answer in each):
+        if begin_ns <= there_ns <= end_ns and "policy_ms" in timing:
+            infer_ms, wait_ms, policy_ms = (
+                timing[f"{key}_ms"] for key in ("infer", "wait", "policy")
+            )
+            parts = served.told_ms.setdefault(clients, {})
+            for part, ms in zip(
+                TOLD,
+                (
+                    (there_ns - asked_ns) * S * 1e3 - infer_ms,
+                    infer_ms - wait_ms - policy_ms,
+                    wait_ms,
+                    policy_ms,
+                ),
+                strict=True,
+            ):
+                parts.setdefault(part, []).append(ms)
     if clients == 1:
-        served.alone += [(asked, there) for asked, there in answers[0] if asked >= begin_ns]
+        served.alone += [(asked, there) for asked, there, _ in answers[0] if asked >= begin_ns]
     served.cells.append((clients, begin_ns, end_ns))
     found = spread(taken_ms)
     return found.n / ((end_ns - begin_ns) * S), found.p50, found.p99, found.n, foreign
@@ -287,6 +317,10 @@ def read_log(served: ServerLog, directory: Path, *, is_chain: bool) -> None:
             for line in lines
             if begin_ns <= line["tEmit"] <= end_ns and line.get("age_rank0_ns") is not None
         )
+        found = served.envelopes_ms.setdefault(clients, {})
+        for line in lines if not is_chain else ():
+            if begin_ns <= line["tEmit"] <= end_ns:
+                add_parts(found, line)
     if is_chain:
         return
     lines.sort(key=lambda line: line["tRx"])
@@ -297,11 +331,16 @@ def read_log(served: ServerLog, directory: Path, *, is_chain: bool) -> None:
             continue
         line = lines[at] | {"asked": asked, "there": there}
         line["tPick"] = line.get("tPick") or line["tEmit"]
-        if not line.get("tB0"):  # one rank: what it sends itself
-            line |= {"tB0": line["tSend"], "tB1": line["tRecv"]}
-        for part, (begin, end) in PARTS.items():
-            if line.get(begin) and line.get(end):
-                served.parts_ms.setdefault(part, []).append((line[end] - line[begin]) * S * 1e3)
+        add_parts(served.parts_ms, line)
+
+
+def add_parts(parts_ms: dict[str, list[float]], line: dict[str, Any]) -> None:
+    """The parts between those stamps that the line has."""
+    if not line.get("tB0"):  # one rank: what it sends itself
+        line = line | {"tB0": line["tSend"], "tB1": line["tRecv"]}
+    for part, (begin, end) in PARTS.items():
+        if line.get(begin) and line.get(end):
+            parts_ms.setdefault(part, []).append((line[end] - line[begin]) * S * 1e3)
 
 
 def settings(folder: Path, server: str, work: str, gpus: int) -> list[str]:
@@ -429,10 +468,23 @@ def print_logs(logs: dict[str, list[ServerLog]]) -> None:
                 found = spread(values)
                 head = f"  age, {clients} clients"
                 print(f"{head:20} p50 {found.p50:8.3f} ms   p99 {found.p99:8.3f}")
-        for part in PARTS:
-            if values := [ms for served in rounds for ms in served.parts_ms.get(part, ())]:
-                found = spread(values)
-                print(f"  {part:18} p50 {found.p50:8.3f} ms   p99 {found.p99:8.3f}")
+        print_parts("a lone client", PARTS, [served.parts_ms for served in rounds])
+        for clients in sorted({n for served in rounds for n in served.cells_of()}):
+            told = [served.told_ms.get(clients, {}) for served in rounds]
+            print_parts(f"{clients} clients, requests", TOLD, told)
+            envelopes = [served.envelopes_ms.get(clients, {}) for served in rounds]
+            print_parts(f"{clients} clients, envelopes", PARTS, envelopes)
+
+
+def print_parts(head: str, names: Iterable[str], rounds: Sequence[dict[str, list[float]]]) -> None:
+    """Medians and p99 of durations in ms, on one line."""
+    parts = []
+    for name in names:
+        if values := [ms for found in rounds for ms in found.get(name, ())]:
+            found = spread(values)
+            parts.append(f"{name} {found.p50:.3f} ({found.p99:.2f})")
+    if parts:
+        print(f"  {head}, p50 (p99) ms: {', '.join(parts)}")
 
 
 if __name__ == "__main__":

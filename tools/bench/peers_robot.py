@@ -137,6 +137,7 @@ class Openpi:
 
     unanswered = ()
     packages = ("openpi-client", "websockets", "numpy")
+    timing: dict[str, float]  # as the newest answer tells it, in ms
 
     def __init__(self, address: str, work: str, cpus: list[int]) -> None:
         from openpi_client.websocket_client_policy import WebsocketClientPolicy
@@ -147,9 +148,11 @@ class Openpi:
         self._client = WebsocketClientPolicy(host, int(port))
 
     def ask(self, given: Observation) -> Array:
-        actions: Array = self._client.infer(given)["actions"]
+        answer = self._client.infer(given)
+        actions: Array = answer["actions"]
         if actions.shape[1:] != (ACTION_DIM,):
             raise SystemExit(f"{actions.shape} came")
+        self.timing = answer.get("server_timing", {})
         return actions[0]
 
 
@@ -217,6 +220,10 @@ class InTime:
         signal.setitimer(signal.ITIMER_REAL, self._limit_s)
         return self._robot.ask(given)
 
+    @property
+    def timing(self) -> dict[str, float]:
+        return getattr(self._robot, "timing", {})
+
     def post(self, given: Observation) -> None:
         self._robot.post(given)
 
@@ -271,16 +278,18 @@ def period(robot: Any, given: Observation, *, times: int, warm: int, in_flight: 
 def closed(robot: Any, given: Observation, *, seconds: float, mark: float) -> Any:
     """Asks again at each answer, which must echo; returns both instants of all, in ns.
 
+    And what the server tells of its own time, in ms, where it does.
+
     ``mark`` tells this robot's observations from those of others.
     """
     given["state"][1] = mark
-    taken_ns: list[tuple[int, int]] = []
+    taken_ns: list[tuple[int, int, dict[str, float]]] = []
     until_ns = time.monotonic_ns() + round(seconds * 1e9)
     while not taken_ns or taken_ns[-1][1] < until_ns:
         given["state"][0] = 1 / (2 + len(taken_ns))
         began_ns = time.monotonic_ns()
         actions = robot.ask(given)
-        taken_ns.append((began_ns, time.monotonic_ns()))
+        taken_ns.append((began_ns, time.monotonic_ns(), getattr(robot, "timing", {})))
         if (actions != given["state"][:ACTION_DIM]).any():
             raise SystemExit(f"{given['state']} was answered with {actions}")
     return taken_ns
