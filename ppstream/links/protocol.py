@@ -89,9 +89,11 @@ class Hops(NamedTuple):
     Attributes:
         name: kind of link, for the log and the report.
         close: releases what both hold, within a second; slots still referred to stay readable.
+        rouse: wakes a sleeping receiver of ``out`` before a commit; None: it has no such call.
     """
 
     name: str
     out: OutHop
     into: InHop
     close: Callable[[], None]
+    rouse: Callable[[], None] | None = None
