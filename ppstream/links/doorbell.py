@@ -67,6 +67,13 @@ class PythonDoorbell:
             words[SLEEPS] = 0
             os.eventfd_write(self._fd, 1)
 
+    def rouse(self) -> None:
+        """Wake a receiver that sleeps, since a commit follows soon; it may go to sleep again."""
+        words = self._words
+        if words[SLEEPS]:
+            words[SLEEPS] = 0
+            os.eventfd_write(self._fd, 1)
+
     # ---- the receiver's ----------------------------------------------------------------------
 
     @property

@@ -96,6 +96,10 @@ class HostOut:
         self._order.send(index, slots[index % len(slots)])
         self._bell.ring(index, now_ns(), self._peer.frames_sent)
 
+    def rouse(self) -> None:
+        """As ``Hops.rouse``."""
+        self._bell.rouse()
+
     def close(self) -> None:
         """Forget the slots; the memory goes with the last tensor that refers to it."""
         self._slots = ()
@@ -215,7 +219,7 @@ def open_host(ends: Neighbours, shape: LinkShape, timeout_s: float) -> Hops:
         into.close()
         out.close()
 
-    return Hops("host", out, into, close)
+    return Hops("host", out, into, close, rouse=out.rouse)
 
 
 class HopMemory(NamedTuple):

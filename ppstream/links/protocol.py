@@ -92,6 +92,7 @@ class Hops(NamedTuple):
             readable.
         end: says that nothing more will come; ``close`` does so, too. Of several, all are ended
             before one is closed, so that their seconds are one.
+        rouse: wakes a sleeping receiver of ``out`` before a commit; None: it has no such call.
     """
 
     name: str
@@ -99,3 +100,4 @@ class Hops(NamedTuple):
     into: InHop
     close: Callable[[], None]
     end: Callable[[], None] = lambda: None
+    rouse: Callable[[], None] | None = None

@@ -9,7 +9,7 @@
 
 #include <sys/socket.h>
 
-#define API 5 /* loader.py has the same number; both change with this module's interface */
+#define API 6 /* loader.py has the same number; both change with this module's interface */
 #define NEVER_NS (-((int64_t)1 << 62))
 #define READABLE (PyBUF_C_CONTIGUOUS | PyBUF_FORMAT)
 

@@ -135,6 +135,9 @@ class Bell:
     def ring(self, index: int, at_ns: int, frames: int, /) -> None:
         """As ``Doorbell``, whose eventfd it writes without letting go of the GIL."""
 
+    def rouse(self) -> None:
+        """As ``Doorbell``."""
+
     def pop(self) -> tuple[int, int]:
         """As ``Doorbell``."""
 

@@ -89,6 +89,26 @@ static int has_words(const Bell *bell)
     return bell->words.buf != NULL;
 }
 
+/* Wakes the receiver if it is to be; false with an exception. */
+static int write_eventfd(const Bell *bell, int is_needed)
+{
+    if (!is_needed)
+        return 1;
+    say(bell, SLEEPS, 0);
+    if (eventfd_write(bell->fd, 1) == 0)
+        return 1;
+    PyErr_SetFromErrno(PyExc_OSError);
+    return 0;
+}
+
+static PyObject *bell_rouse(PyObject *self, PyObject *Py_UNUSED(none))
+{
+    Bell *bell = (Bell *)self;
+    if (!has_words(bell) || !write_eventfd(bell, atomic_load(word(bell, SLEEPS)) != 0))
+        return NULL;
+    Py_RETURN_NONE;
+}
+
 static PyObject *bell_ring(PyObject *self, PyObject *args)
 {
     Bell *bell = (Bell *)self;
@@ -99,12 +119,9 @@ static PyObject *bell_ring(PyObject *self, PyObject *args)
     say(bell, FRAMES, frames);
     say(bell, SENDER_FENCES, 1);
     atomic_store(word(bell, COUNT), index + 1);
-    if (atomic_load(word(bell, SLEEPS)) ||
-        !(bell->is_ordered || atomic_load(word(bell, RECEIVER_FENCES)))) {
-        say(bell, SLEEPS, 0);
-        if (eventfd_write(bell->fd, 1) < 0)
-            return PyErr_SetFromErrno(PyExc_OSError);
-    }
+    if (!write_eventfd(bell, atomic_load(word(bell, SLEEPS)) ||
+                                 !(bell->is_ordered || atomic_load(word(bell, RECEIVER_FENCES)))))
+        return NULL;
     Py_RETURN_NONE;
 }
 
@@ -320,7 +337,8 @@ static PyGetSetDef bell_properties[] = {{"_words", bell_words, bell_set_words, N
                                         {"frames", bell_frames, NULL, NULL, NULL},
                                         END};
 static PyMethodDef bell_methods[] = {
-    {"ring", bell_ring, METH_VARARGS, NULL}, {"pop", bell_pop, METH_NOARGS, NULL},
+    {"ring", bell_ring, METH_VARARGS, NULL}, {"rouse", bell_rouse, METH_NOARGS, NULL},
+    {"pop", bell_pop, METH_NOARGS, NULL},
     {"sleep", bell_sleep, METH_NOARGS, NULL}, {"wake", bell_wake, METH_NOARGS, NULL},
     {NULL, NULL, 0, NULL}};
 static PyMemberDef waiter_members[] = {

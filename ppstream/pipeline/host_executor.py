@@ -36,6 +36,11 @@ if TYPE_CHECKING:
     from ppstream.pipeline.policy_rank_peer import PolicyRankPeer
     from ppstream.pipeline.replica_losses import ReplicaLosses
 
+#: Rank 0 looks so long for the result of a stage B that usually takes less than the next: being
+#: woken takes each rank some 20 us.
+LINGER_NS: Final = 150_000
+SHORT_B_NS: Final = 200_000
+VAIN_MAX: Final = 8  # waits for input in a row that an executor remembers
 #: Envelopes in the system besides one at each policy rank: one thread can use no more
 #: (analysis/period_model.py).
 SERIAL_LEAD: Final = 1
@@ -122,6 +127,8 @@ class OnHost(ABC):
         slept = is_fresh = False
         while not (begins := loop.may_start()) and self._is_idle():
             self._rest()
+            if not self._is_idle():
+                break
             slept = True
             limit_ns = WAIT_MAX_NS
             if cause == "input" and loop.may_begin():  # only then can the clock alone give work
@@ -175,6 +182,9 @@ class HostExecutor(OnHost):
         losses: ReplicaLosses | None = None,
     ) -> None:
         self.out, self.into = hops.out, hops.into
+        self._rouse = hops.rouse
+        self._in_vain = 0  # waits that input ended and that led to no envelope, with some grace
+        self._has_cpus = False  # for both ranks at once
         self._members = members  # of a mesh: they pass no envelopes on
         self._losses = losses
         self.lead = SERIAL_LEAD + len(policy_ranks)
@@ -217,6 +227,12 @@ class HostExecutor(OnHost):
             waiter.register(fd)
         self._result_fds = self.into.register_with(waiter) | self._control_fds
 
+    def _begin_run(self) -> None:
+        super()._begin_run()
+        if self._rouse is not None:
+            cpus = (os.sched_getaffinity(0), *thread_cpus(self.policy_ranks).values())
+            self._has_cpus = len(set().union(*cpus)) > 1
+
     @property
     def in_flight(self) -> int:
         """As ``Executor``."""
@@ -229,6 +245,7 @@ class HostExecutor(OnHost):
     def begin(self, flight: Flight, ends_ns: Sequence[int | None]) -> None:
         """As ``Executor``: stage A into the next slot, and off it goes."""
         slot = self.out.slot(flight.index)
+        self._in_vain = max(0, self._in_vain - 2)
         self._cost_a.enter()
         self._loop.stage_a.build(flight, slot, ends_ns)
         if self._books_first:
@@ -364,16 +381,28 @@ class HostExecutor(OnHost):
     def _rest(self) -> None:
         super()._rest()
         self.check_policy_ranks()
+        if self._has_cpus and self._committed and self._loop.usual_b_ns < SHORT_B_NS:
+            until_ns = now_ns() + LINGER_NS
+            while not self._received and now_ns() < until_ns:
+                self.observe()
 
     def _poll_after_wait(self, ready: Sequence[int]) -> bool:
         # After a pause of some ms one look in vain takes 20 to 50 us: the caches are cold.
         if not ready or not self._result_fds.isdisjoint(ready):
             self.read_control(ready)
             self.observe()  # results first: what robots sent may be much
+        elif self._rouse is not None:
+            self._rouse_early(self._rouse)
         if ready and self._result_fds.issuperset(ready):
             return False
         self._loop.drain_inputs()
         return True
+
+    def _rouse_early(self, rouse: Callable[[], None]) -> None:
+        """Input ended a wait: if that leads to an envelope as a rule, both ranks wake at once."""
+        if not self._in_vain and self._has_cpus:
+            rouse()
+        self._in_vain = min(self._in_vain + 1, VAIN_MAX)
 
     def _is_idle(self) -> bool:
         return not self._received and bool(self._credits.in_system or self._loop.may_begin())

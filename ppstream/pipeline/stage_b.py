@@ -31,6 +31,13 @@ class _Known(NamedTuple):
     present: memoryview  # bool [B]
 
 
+class _Zeros:
+    """Outputs as a slot has them, in memory of their own."""
+
+    def __init__(self, slot: Slot) -> None:
+        self.tensors = {name: torch.zeros_like(found) for name, found in slot.tensors.items()}
+
+
 class StageB:
     """The policy behind one call; resets rows whose episode, or the run's epoch, changed.
 
@@ -66,6 +73,7 @@ class StageB:
         self._newest: tuple[Slot, Slot] | None = None  # envelope and result
         self._called: Outputs | None = None  # by the newest call, until it is settled
         self._scratch: Mapping[str, torch.Tensor] = {}  # outputs of dry runs
+        self._dry: Outputs | None = None  # of calls without the policy
 
     def __call__(self, epoch: int, envelope: Slot, result: Slot) -> None:
         """Have the policy write every output of ``result``. Raises whatever the policy raises.
@@ -113,6 +121,21 @@ class StageB:
         envelope, result = self._newest
         window = {**self._know(envelope).window}
         self._call(window, self._scratch_like(result), self._asked)
+
+    def get_ready(self) -> None:
+        """Do what a call on the newest envelope would, but for the policy: for nobody."""
+        if self._newest is None:
+            return
+        envelope, result = self._newest
+        known = self._known[id(envelope)]
+        known.episodes.tolist()
+        for name, tensor in known.window.items():
+            if name in envelope.arrays:
+                tensor.numpy()  # a policy's first step on a CPU; much of torch stands behind it
+        self._sizes.rows_for(bytes(known.present))
+        if self._dry is None:
+            self._dry = Outputs(_Zeros(result), self._integers)
+        self._dry.rehearse()
 
     def _warm_up(self, window: Mapping[str, torch.Tensor], result: Slot) -> None:
         """Calls the policy with each smaller size, before the first envelope and its reset."""

@@ -106,6 +106,22 @@ def test_nobody_sleeps_over_what_was_committed_before(ends: Ends) -> None:
     assert not ends.receiver.sleep()
 
 
+def test_a_rouse_wakes_a_sleeper_alone_and_promises_nothing(ends: Ends) -> None:
+    ends.sender.rouse()
+    assert not ends.is_readable()
+    assert ends.receiver.sleep()
+    ends.sender.rouse()
+    assert ends.is_readable()
+    assert not ends.is_asleep()
+    ends.receiver.wake()
+    ends.receiver.clear()
+    assert not ends.receiver.is_rung
+    assert ends.receiver.sleep()
+    ends.sender.ring(0, 1, 0)  # it went back to sleep: the commit wakes it, too
+    assert ends.is_readable()
+    assert ends.receiver.is_rung
+
+
 def test_where_both_fence_only_a_sleeper_costs_a_system_call(ends: Ends) -> None:
     ends.receiver.sleep()  # a compiled one says here that it fences
     ends.receiver.wake()
@@ -139,7 +155,7 @@ def receive_all(ends: Ends, release: Callable[[], object]) -> None:
     waiter.register_bell(ends.receiver)
     for index in range(ROUNDS):
         while not ends.receiver.is_rung:
-            assert waiter.wait(LONG_NS), "a commit was slept over"
+            assert waiter.wait(LONG_NS), "a commit was slept over"  # or a rouse
         assert ends.receiver.pop() == (index, 7 * index)
         for _ in range(SLOTS if index == ROUNDS // 2 else 1):
             release()
@@ -152,6 +168,7 @@ def test_no_commit_is_slept_over_between_two_threads(ends: Ends) -> None:
     def send() -> None:
         for index in range(ROUNDS):
             room.acquire()
+            ends.sender.rouse()
             ends.sender.ring(index, 7 * index, 0)
 
     thread = threading.Thread(target=send, daemon=True)
@@ -171,6 +188,7 @@ bell = getattr(doorbell, kind)(memory, slots, fd, is_ordered=bool(is_ordered))
 for index in range(rounds):
     if not os.read(free, 1):
         sys.exit("the receiver is gone")
+    bell.rouse()
     bell.ring(index, 7 * index, 0)
 while os.read(free, slots):  # of the last rounds
     pass

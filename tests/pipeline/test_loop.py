@@ -1,3 +1,4 @@
+import os
 import socket
 import threading
 import time
@@ -600,6 +601,65 @@ class ToldSource(SyntheticSource):
             if self.near.recv(64, socket.MSG_DONTWAIT):
                 self.taken.set()
         return super().drain(now)
+
+
+class SampledSource:
+    """A sample of each stream for each ``b"sample"`` on its socket; other words are taken in."""
+
+    exhausted = False
+
+    def __init__(self, pipeline):
+        self._row = pipeline.intake.rows[0]
+        self._row.open(1)
+        self._near, self._far = socket.socketpair()
+        self.fds = (self._near.fileno(),)
+        self.taken = 0
+
+    def say(self, word):
+        taken = self.taken
+        self._far.send(word)
+        wait_until(lambda: self.taken > taken)
+
+    def drain(self, now):
+        with suppress(BlockingIOError):
+            word = self._near.recv(64, socket.MSG_DONTWAIT)
+            for ring in self._row.rings.values() if word == b"sample" else ():
+                ring.append(np.array((now,)), np.zeros((1, ring.stream.dim), np.float32), now)
+            self.taken += 1
+
+    def next_due_ns(self):
+        return None
+
+    def close(self):
+        self._near.close()
+        self._far.close()
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="it needs two CPUs")
+def test_input_that_leads_to_envelopes_as_a_rule_rouses_the_policy_rank(build):
+    def feed():
+        for sample in range(6):
+            source.say(b"sample")
+            wait_until(lambda sample=sample: len(pipeline.collector.chunks) > sample)
+        roused.append(pipeline.roused)
+        for _ in range(6):
+            source.say(b"nothing")
+        roused.append(pipeline.roused)
+        source.say(b"sample")
+
+    roused = []
+    with build("serial", NewestValues()) as pipeline:
+        source = SampledSource(pipeline)
+        pipeline.enter(source, OnSample(pipeline.intake.rows, None))
+        feeder = threading.Thread(target=feed)
+        feeder.start()
+        pipeline.rank0.run(7)
+        feeder.join()
+        pipeline.rank0.follow(())
+        source.close()
+    often, behind = roused
+    assert often >= 5
+    assert behind <= often + 2
 
 
 def test_intake_decode_and_emit_do_not_wait_for_front_parts_on_split_threads(build):

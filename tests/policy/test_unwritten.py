@@ -398,3 +398,29 @@ def test_once_warm_a_call_takes_no_memory_and_a_device_is_asked_for_one_fill_eac
         filled({}, slot.tensors)
     assert host.found == []
     assert device.found == ["aten.fill_.Scalar"] * 2
+
+
+def test_a_rehearsal_calls_no_policy_and_hides_nothing() -> None:
+    calls = []
+
+    def write(out: Mapping[str, Tensor]) -> None:
+        calls.append(out)
+        if len(calls) < 3:
+            out["actions"].fill_(len(calls))
+
+    policy = Policy(write)
+    stage_b = StageB(policy, 3, INTEGERS)  # type: ignore[arg-type]
+    rows = TensorSpec("rows", (4,), "int64"), TensorSpec("present", (), "bool")
+    envelope = new_slots(SlotLayout(("index",), rows, 3), 1)[0]
+    envelope.tensors["present"].fill_(1)
+    actions = SlotLayout(("index",), (TensorSpec("actions", (SMALL,)),), 3)
+    first, second = new_slots(actions, 2)
+    stage_b.get_ready()  # nothing is known yet
+    for number, result in enumerate((first, second), 1):
+        stage_b(1, envelope, result)
+        for _ in range(2):
+            stage_b.get_ready()
+        assert len(calls) == number
+        assert (result.tensors["actions"] == number).all()
+    with pytest.raises(UnwrittenError):
+        stage_b(1, envelope, first)

@@ -135,7 +135,14 @@ class PipelineInProcess:
             open_host(Neighbours.pair(BACK, back), shape, 5.0),
         )
         on_host = SplitExecutor if config.threads == "split" else HostExecutor
-        self.executor = on_host(ends[0], (PolicyRankPeer(front, config),))
+        hops, self.roused = ends[0], 0
+
+        def rouse() -> None:
+            self.roused += 1
+            assert hops.rouse is not None
+            hops.rouse()
+
+        self.executor = on_host(hops._replace(rouse=rouse), (PolicyRankPeer(front, config),))
         self.rank0 = Rank0Loop(*parts, executor=self.executor)
         self.front = front
         self.back_socket = theirs
