@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("ppstream")
 
 SLICE_NS: Final = 50 * NS_PER_MS  # of a guest's wait: so late it sees that the link is closed
+TURN_LATE_NS: Final = 250 * NS_PER_MS  # so late a guest sends what the thread did not come to
 GIVE_UP_NS: Final = 500 * NS_PER_MS  # without a session at one server of a fleet: ask for another
 LEAVING: Final = frozenset({"draining", "stopped"})  # phases of a server that is about to go
 VISIT_S: Final = 0.002  # for what the link's thread is reading; an event loop may wait so long
@@ -108,6 +109,7 @@ class RobotLink:
         self._reading = threading.Lock()  # held by who does the link's work: its thread or a guest
         self._guest = 0  # the thread's number; 0: nobody
         self._turn_ns = 0  # when a guest looks at what is due
+        self._turned_ns = 0  # when somebody last did
         self._newest: bytes | memoryview = b""  # the newest chunk's message
         self._newest_ns = 0  # when it came
         self._visit = threading.Lock()  # held while there is a guest, or while the thread reads
@@ -202,6 +204,7 @@ class RobotLink:
         try:
             is_sent = send()
             if is_sent and self._is_gated:
+                self._put_off_turn()
                 self._work_beside(is_over, until_ns)
             elif is_sent:
                 self.wake()
@@ -234,6 +237,7 @@ class RobotLink:
             is_sent = send()
             if is_sent:
                 self._gate.modify(self._socket.fd, 0)
+                self._put_off_turn()
                 is_open = True
         finally:
             if not is_open:
@@ -248,7 +252,7 @@ class RobotLink:
     def guest_turn(self) -> int | None:
         """Send what is due; returns for how many ns the guest may wait, None: not any more.
 
-        The answer comes first: what is due is looked at when it has been long, or the answer is.
+        The answer comes first: what is due is looked at when the guest, or a turn, is long overdue.
         While the ranks are at work, the code that takes the answer is brought into the caches.
         """
         if self.is_closing or self.failure:
@@ -264,6 +268,12 @@ class RobotLink:
         except Exception as error:  # noqa: BLE001 - as on the link's thread
             self._fail(error)
             return None
+
+    def _put_off_turn(self) -> None:
+        """A guest begins to wait: the link's thread sends what is due between two answers."""
+        now = now_ns()
+        if now - self._turned_ns < TURN_LATE_NS:
+            self._turn_ns = now + SLICE_NS
 
     def _is_cold(self, now: int) -> bool:
         return bool(self._newest) and now - self._newest_ns > COLD_NS
@@ -460,7 +470,7 @@ class RobotLink:
 
     def _turn(self, now: int) -> int:
         """Send what is due; returns for how long there is nothing to do."""
-        self._turn_ns = now + SLICE_NS
+        self._turned_ns, self._turn_ns = now, now + SLICE_NS
         with self.changed:
             message = self.session.due(now)
             if message is not None:
