@@ -251,10 +251,7 @@ class RobotClient:
         self._living_link().refuse_callbacks()
         asking = self.begin_asking(samples, stamp_ns, wait_s=timeout_s)
         if asking is None:
-            raise TimeoutError(
-                f"another ask() of this client has waited for {timeout_s:g} s, and one waits at a "
-                "time; allow more time, or ask in turn"
-            )
+            raise TimeoutError(f"another ask() of this client waits for {timeout_s:g} s, ask later")
         is_sent = False
         try:
             is_sent = asking.link.send_and_work(asking.send, asking.is_answered, until_ns)
@@ -358,9 +355,7 @@ class RobotClient:
             self.timeline.clear()
             self._session.session_epoch += 1
             if self.connected and not link.send(ResetRequest(self._session.session)):
-                self._session.on_lost(
-                    now_ns()
-                )  # rank 0 did not hear it: only a new session is safe
+                self._session.on_lost(now_ns())  # not heard: only a new session is safe
         link.wake()
 
     def statistics(self) -> ClientStatistics:
