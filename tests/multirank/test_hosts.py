@@ -30,7 +30,6 @@ IN_TURN = NAMED["mesh-cable-cut"]._replace(name="mesh-faults-in-turn", check=in_
     [
         NAMED["cable-in-a-chain"],
         NAMED["replica-cable-cut"],
-        NAMED["replica-host-frozen"],
         IN_TURN,
     ],
     ids=lambda fault: fault.name,

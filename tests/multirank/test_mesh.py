@@ -52,7 +52,7 @@ def faulty(fault: str, trigger: Path | str = "") -> tuple[str, ...]:
 def test_a_mesh_gives_the_actions_of_one_rank(
     policy: tuple[str, ...], mesh: int, link: str, tmp_path: Path
 ) -> None:
-    recording = made_recording(tmp_path / "recording.npz")
+    recording = made_recording(tmp_path / "recording.npz", 0.2)
     settings = (*policy, *CALM, "pipeline.windows=scheduled", "service.duration_s=none")
     one, drops = played(tmp_path / "one", recording, *settings, ranks=1)
     settings += (f"placement.mesh={mesh}", f"link.kind={link}")

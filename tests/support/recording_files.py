@@ -166,12 +166,14 @@ def picture(height: int, width: int, step: int = 0) -> np.ndarray[Any, Any]:
     return np.clip(slopes + waves + noise, 0, 255).astype(np.uint8)
 
 
-def made_recording(path: Path) -> Path:
-    """Half a second of two streams of another rate each, with jitter."""
+def made_recording(path: Path, seconds: float = 0.5) -> Path:
+    """Two streams of another rate each, with jitter."""
     rng = np.random.default_rng(3)
     arrays = {}
     for name, rate_hz, dim in (("joints", 1000, 3), ("imu", 200, 2)):
-        stamps = np.cumsum(rng.uniform(0.6, 1.4, rate_hz // 2) / rate_hz * 1e9).astype(np.int64)
+        stamps = np.cumsum(rng.uniform(0.6, 1.4, round(rate_hz * seconds)) / rate_hz * 1e9).astype(
+            np.int64
+        )
         arrays[f"{name}.stamps_ns"] = stamps + 10**15
         arrays[f"{name}.values"] = rng.normal(size=(len(stamps), dim)).astype(np.float32)
     np.savez(path, **arrays)
