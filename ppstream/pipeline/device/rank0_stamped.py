@@ -57,7 +57,7 @@ class _Kernels(NamedTuple):
     begin_a: Launch
     end_a: Launch  # of an A that is timed alone, in place of ``send``
     send: Launch
-    take: Launch
+    take: LinearGraph  # of one kernel, which by itself costs the host more to launch
 
 
 class StampMarks(Marks):
@@ -119,13 +119,14 @@ class StampedQueueing:
             return self._slots.address(number, word)
 
         taking = Route(source.address, result.raw.data_ptr(), source.size)
+        take = stamped.put(taking, taken, Stamps(at(_TAKE), at(_C0), at(_C1)), 0)
         return _Kernels(
             link.out[number],
             result,
             begin_a=link.stamped_wait(a, at(_WAIT), at(_A0), taken),
             end_a=link.stamped_wait(a, at(_WAIT), at(_A1), taken),
             send=link.stamped_send(number, a, Stamps(at(_SEND), at(_A1))),
-            take=stamped.put(taking, taken, Stamps(at(_TAKE), at(_C0), at(_C1)), 0),
+            take=LinearGraph((take,)),
         )
 
     def prepare(self) -> bool:

@@ -43,7 +43,7 @@ _NOTHING: Final = LaunchSequence()
 class _Kernels(NamedTuple):
     """Of one slot of either direction."""
 
-    complete: Launch
+    complete: LinearGraph  # of one kernel, which by itself costs the host more to launch
     begin: Launch
     send: Launch
 
@@ -179,8 +179,9 @@ class StampedHop:
 
         named = link.into[number].address, HEADER_WORDS
         stamps = Stamps(at(_SEND), at(_B1), at(_LAST), at(_NAMES), *named)
+        complete = link.stamped_wait(link.receiving, at(_WAIT), at(_COMPLETE))
         return _Kernels(
-            link.stamped_wait(link.receiving, at(_WAIT), at(_COMPLETE)),
+            LinearGraph((complete,)),
             link.stamped_wait(b, at(_WAIT), at(_B0)),
             link.stamped_send(number, b, stamps),
         )

@@ -633,7 +633,8 @@ def test_a_stage_and_what_stands_around_it_start_as_one(build: Any) -> None:
         pipeline.executor.policy_ranks[0].newest_b(0)
         logs = [pipeline.lines(rank) for rank in (0, 1)]
         answered = sum(line["kind"] == "stage1" for line in logs[1])
-        assert pipeline.driver.graphs_launched >= 20 + answered
+        # each rank starts its stage, and the kernel that ends its wait for the other's count
+        assert pipeline.driver.graphs_launched >= 2 * (20 + answered)
         assert pipeline.queued.calls == 0  # by itself
     made = [line for lines in logs for line in lines if line.get("name") == "stage_graphs"]
     assert [line["stage"] for line in made] == ["A", "B"]
