@@ -19,8 +19,7 @@ later: ``device/executor.py`` does it for several envelopes at once.
 than the work itself. So between two ranks of one host input rouses the policy rank before the
 window is cut, if input leads to envelopes as a rule; that one goes through what it is about to do
 without the policy, and looks for the envelope. Of a short stage B rank 0 awaits the result the same
-way, and a robot that asks goes through the newest chunk once more. Each of these waits awake is
-shorter than 0.2 ms, and nothing is accounted for by a rehearsal.
+way. Each of these waits awake is shorter than 0.2 ms, and nothing is accounted for by a rehearsal.
 """
 
 from __future__ import annotations

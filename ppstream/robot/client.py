@@ -154,12 +154,7 @@ class RobotClient:
         if self._link is None:
             callbacks = (self._merge, self._turn, self._fail)
             self._link = RobotLink(
-                self._endpoint,
-                self._session,
-                *callbacks,
-                on_rehearse=self._rehearse,
-                keys=self._keys,
-                clock=self.clock,
+                self._endpoint, self._session, *callbacks, keys=self._keys, clock=self.clock
             )
             self._link.directory = self._directory
             self._link.start()
@@ -431,14 +426,6 @@ class RobotClient:
             self._merged.append((chunk, now_ns()))
             if self.on_chunk is not None:
                 self.on_chunk(chunk)
-
-    def _rehearse(self, chunk: ActionChunk) -> None:
-        """A guest of the link: ``_merge`` again, which changes nothing."""
-        link = self._link
-        assert link is not None
-        with link.lock:
-            self._session.reject(chunk)
-            self.timeline.rehearse(chunk, self.clock(), self.timeline.actions_of(chunk))
 
     def _drop(self, link: RobotLink, chunk: ActionChunk, reason: str) -> None:
         with self._counting:

@@ -46,7 +46,6 @@ TURN_LATE_NS: Final = 250 * NS_PER_MS  # so late a guest sends what the thread d
 GIVE_UP_NS: Final = 500 * NS_PER_MS  # without a session at one server of a fleet: ask for another
 LEAVING: Final = frozenset({"draining", "stopped"})  # phases of a server that is about to go
 VISIT_S: Final = 0.002  # for what the link's thread is reading; an event loop may wait so long
-COLD_NS: Final = NS_PER_MS  # since the newest chunk: its code has left the caches
 JOIN_S: Final = 2.0  # the thread waits for nothing that wake() does not end
 
 
@@ -63,8 +62,6 @@ class RobotLink:
         on_turn: called by the link's thread once per turn with the time; sends what is due and
             returns when it wants the next turn, or None.
         on_failure: called by the link's thread with ``failure``, before the goodbye.
-        on_rehearse: called by a guest with the newest chunk once more, while it waits for another:
-            as ``on_chunk``, and changes nothing.
         keys: of this robot; needed where the endpoint is not on this host.
         clock: that stamps samples; shown to the server when it asks, for traces.
 
@@ -80,7 +77,6 @@ class RobotLink:
         on_turn: Callable[[int], int | None],
         on_failure: Callable[[str], None],
         *,
-        on_rehearse: Callable[[ActionChunk], None] = lambda _chunk: None,
         keys: ClientKeys | None = None,
         clock: Clock = now_ns,
     ) -> None:
@@ -92,7 +88,6 @@ class RobotLink:
         self._on_chunk = on_chunk
         self._on_turn = on_turn
         self._on_failure = on_failure
-        self._on_rehearse = on_rehearse
         self.failure: str | None = None
         self._cause: BaseException | None = None
         self.is_closing = False
@@ -110,8 +105,6 @@ class RobotLink:
         self._guest = 0  # the thread's number; 0: nobody
         self._turn_ns = 0  # when a guest looks at what is due
         self._turned_ns = 0  # when somebody last did
-        self._newest: bytes | memoryview = b""  # the newest chunk's message
-        self._newest_ns = 0  # when it came
         self._visit = threading.Lock()  # held while there is a guest, or while the thread reads
 
     def start(self) -> None:
@@ -253,14 +246,11 @@ class RobotLink:
         """Send what is due; returns for how many ns the guest may wait, None: not any more.
 
         The answer comes first: what is due is looked at when the guest, or a turn, is long overdue.
-        While the ranks are at work, the code that takes the answer is brought into the caches.
         """
         if self.is_closing or self.failure:
             return None
         now = now_ns()
         try:
-            if self._is_cold(now):
-                self._receive(self._newest, self._on_rehearse)
             if now < self._turn_ns:
                 self._socket.release()  # of the observation before: this one is on its way
                 return self._turn_ns - now
@@ -274,9 +264,6 @@ class RobotLink:
         now = now_ns()
         if now - self._turned_ns < TURN_LATE_NS:
             self._turn_ns = now + SLICE_NS
-
-    def _is_cold(self, now: int) -> bool:
-        return bool(self._newest) and now - self._newest_ns > COLD_NS
 
     def guest_read(self, is_over: Callable[[], bool]) -> bool:
         """Receive what has come; True: ``is_over()``, or there is nothing to wait for any more."""
@@ -405,10 +392,9 @@ class RobotLink:
     def _work_beside(self, is_over: Callable[[], bool], until_ns: int) -> None:
         """Read while the link's thread sleeps; what is due leaves here, or when it wakes."""
         self._gate.modify(self._socket.fd, 0)
-        is_cold = self._is_cold(now_ns())
         try:
             while (left_ns := until_ns - now_ns()) > 0:
-                if (rest_ns := self.guest_turn()) is None or (is_cold and self.guest_read(is_over)):
+                if (rest_ns := self.guest_turn()) is None:
                     break
                 self._arrivals.poll(-(-min(left_ns, rest_ns) // NS_PER_MS))
                 if self.guest_read(is_over):
@@ -482,18 +468,14 @@ class RobotLink:
             due_ns = min(due_ns, other_ns)
         return max(0, due_ns - now_ns())
 
-    def _receive(
-        self, body: bytes | memoryview, on_chunk: Callable[[ActionChunk], None] | None = None
-    ) -> None:
+    def _receive(self, body: bytes | memoryview) -> None:
         try:
             message = to_robot.decode(body)
         except DECODE_ERRORS:
             self.undecodable += 1
             return
         if isinstance(message, ActionChunk):
-            (on_chunk or self._on_chunk)(message)
-            if on_chunk is None:
-                self._newest, self._newest_ns = body, now_ns()
+            self._on_chunk(message)
             return
         if isinstance(message, ClockQuestion):
             self.send(ClockReading(message.session, message.asked_ns, self._clock()))

@@ -140,7 +140,10 @@ class ActionTimeline:
         if actions is None:
             actions = self.actions_of(chunk)
         with self._lock:
-            playing = self._playback(chunk, actions, now_ns)
+            deadline_ns = chunk.expires_ns
+            if self._max_age_ns:
+                deadline_ns = min(deadline_ns, chunk.window_end_ns + self._max_age_ns)
+            playing = ChunkPlayback(chunk, actions, self._discrete, now_ns, deadline_ns)
             self._counts.received += 1
             refusal = self._refuse(playing, now_ns)
             if refusal is None:
@@ -152,11 +155,6 @@ class ActionTimeline:
             if refusal in ("expired", "too_old", "superseded"):
                 self._outcomes.append(playing.outcome())
         return refusal
-
-    def rehearse(self, chunk: ActionChunk, now_ns: int, actions: Actions) -> Refusal | None:
-        """As ``merge``, and changes nothing: what that needs is in the caches then."""
-        with self._lock:
-            return self._refuse(self._playback(chunk, actions, now_ns), now_ns)
 
     def action_at(self, now_ns: int) -> Actions | None:
         """The action to execute at ``now_ns``, ``[dim]`` float32, and count it as executed.
@@ -296,12 +294,6 @@ class ActionTimeline:
         self._holds.execute(now_ns)
         self.executing = Executing(playing.chunk, step, now_ns, age_ns, playing.received_ns)
         return parts
-
-    def _playback(self, chunk: ActionChunk, actions: Actions, now_ns: int) -> ChunkPlayback:
-        deadline_ns = chunk.expires_ns
-        if self._max_age_ns:
-            deadline_ns = min(deadline_ns, chunk.window_end_ns + self._max_age_ns)
-        return ChunkPlayback(chunk, actions, self._discrete, now_ns, deadline_ns)
 
     def actions_of(self, chunk: ActionChunk) -> Actions:
         """Returns the chunk's actions ``[horizon, dim]``, not copied; empty when malformed."""

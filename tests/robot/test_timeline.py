@@ -146,13 +146,3 @@ def test_chunks_that_ended_are_counted_when_somebody_looks_and_few_wait_for_it()
             assert (found.received, found.superseded, found.pending) == (seq + 1, seq - 1, 2)
     outcomes = timeline.pop_outcomes(end_ns)
     assert [outcome.seq for outcome in outcomes] == list(range(10 * MAX_PENDING - 2))
-
-
-def test_a_rehearsal_changes_nothing() -> None:
-    timeline = timeline_of(make_chunk())
-    before = timeline.statistics(), timeline.plan(0), timeline.delay_ns, timeline.pop_outcomes(0)
-    for chunk in (make_chunk(), make_chunk(1, end_ns=MS)):
-        timeline.rehearse(chunk, 0, timeline.actions_of(chunk))
-    after = timeline.statistics(), timeline.plan(0), timeline.delay_ns, timeline.pop_outcomes(0)
-    assert str(after) == str(before)
-    assert timeline.merge(make_chunk(1, end_ns=MS), MS) is None
