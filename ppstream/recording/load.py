@@ -88,7 +88,6 @@ def _load(path: Path, streams: Sequence[StreamConfig], robot: str | None) -> Rec
 
 
     """Return what numpy has saved in ``path``: an array, or several by name.
-    """What numpy has saved in ``path``: an array, or several by name.
 
     Raises:
         ConfigError: it is none of numpy's files; numpy itself would advise to unpickle it.
