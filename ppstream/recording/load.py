@@ -88,7 +88,7 @@ def _load(path: Path, streams: Sequence[StreamConfig], robot: str | None) -> Rec
 
 
 def read_numpy(path: Path) -> NDArray[Any] | dict[str, NDArray[Any]]:
-    """What numpy has saved in ``path``: an array, or several by name.
+    """Reads what numpy has saved: an array, or several by name.
 
     Raises:
         ConfigError: it is none of numpy's files; numpy itself would advise to unpickle it.
