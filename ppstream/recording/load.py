@@ -87,6 +87,7 @@ def _load(path: Path, streams: Sequence[StreamConfig], robot: str | None) -> Rec
     return Recording(_npz_tracks(path, found))
 
 
+def read_numpy(path: Path) -> NDArray[Any] | dict[str, NDArray[Any]]:
     """Return what numpy has saved in ``path``: an array, or several by name.
 
     Raises:
