@@ -6,11 +6,12 @@ own files is refused, whoever names it.
 
 from __future__ import annotations
 
+import socket
+import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Sequence
-from http.client import HTTPException
+from contextlib import closing, suppress
+from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from pathlib import Path
 from typing import Final, NamedTuple
 from urllib.parse import urlencode, urlsplit
@@ -23,8 +24,9 @@ from ppstream.wire.directory_messages import ANSWER_BYTES_MAX, RESOLVE, Resolved
 from ppstream.wire.endpoints import endpoint_problem, is_local
 from ppstream.wire.keys import ClientKeys, client_keys
 
-ANSWER_LIMIT_S: Final = 1.0  # of one question: the link's thread asks
+ANSWER_LIMIT_S: Final = 1.0  # of one question, to the last byte: the link's thread asks
 LOOK_S: Final = 0.2  # between two questions of a robot that has no pipeline yet
+HTTP_OK: Final = 200
 HTTP_UNAVAILABLE: Final = 503
 
 
@@ -34,6 +36,12 @@ class FleetPlace(NamedTuple):
     pipeline: str
     endpoint: str
     keys: ClientKeys | None
+
+
+class _Answer(NamedTuple):
+    status: int
+    reason: str
+    body: bytes
 
 
 class FleetDirectory:
@@ -67,11 +75,12 @@ class FleetDirectory:
         if (secret_file is None) != (not server_files):
             raise ConfigError(["secret_file and server_files: want both, or neither"])
         self._url, self.robot = url.rstrip("/"), robot
+        self._kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
+        self._host, self._port = parts.hostname, parts.port
+        self._path = f"{parts.path.rstrip('/')}{RESOLVE}"
         self._is_here = is_local(f"tcp://{parts.hostname}:{parts.port or 80}")
         self._keys = {} if secret_file is None else _trusted(secret_file, server_files)
         self._headers = {} if token_file is None else bearer(token_file)
-        # a proxy of the environment is for the web, not for robots
-        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         self.pipeline = ""  # that was named last
 
     def find(self, *, failed: bool = False) -> FleetPlace:
@@ -84,20 +93,49 @@ class FleetDirectory:
         words = {"robot": self.robot} | (
             {"avoid": self.pipeline} if failed and self.pipeline else {}
         )
-        request = urllib.request.Request(
-            f"{self._url}{RESOLVE}?{urlencode(words)}", headers=self._headers
-        )
         try:
-            with self._opener.open(request, timeout=ANSWER_LIMIT_S) as answer:
-                body = answer.read(ANSWER_BYTES_MAX)
-            found = msgspec.json.decode(body, type=Resolved)
-        except urllib.error.HTTPError as error:
-            raise PeerLostError(f"{self._url}: {_refusal(error)}") from None
+            answer = self._ask(f"{self._path}?{urlencode(words)}")
+            if answer.status != HTTP_OK:
+                raise PeerLostError(f"{self._url}: {_refusal(answer)}")
+            found = msgspec.json.decode(answer.body, type=Resolved)
         except (OSError, HTTPException, msgspec.DecodeError) as error:
             raise PeerLostError(f"{self._url}: no directory answers: {error}") from None
         place = FleetPlace(found.pipeline, found.endpoint, self._keys_for(found))
         self.pipeline = place.pipeline
         return place
+
+    def _ask(self, path: str) -> _Answer:
+        """One answer; a proxy of the environment is for the web, not for robots.
+
+        Raises:
+            OSError: nobody answers, or the answer is not whole within ``ANSWER_LIMIT_S``.
+            HTTPException: what answers does not speak HTTP.
+        """
+        connection = self._kind(self._host, self._port, timeout=ANSWER_LIMIT_S)
+        is_late = threading.Event()
+        with closing(connection):
+            connection.connect()
+            connected = connection.sock  # which the connection hands to its answer
+
+            def end() -> None:  # a socket's own limit is that of each of its bytes
+                is_late.set()
+                with suppress(OSError):
+                    connected.shutdown(socket.SHUT_RDWR)
+
+            ending = threading.Timer(ANSWER_LIMIT_S, end)
+            ending.start()
+            try:
+                connection.request("GET", path, headers=self._headers)
+                answer = connection.getresponse()
+                body = answer.read(ANSWER_BYTES_MAX)
+            except (OSError, HTTPException):
+                if not is_late.is_set():
+                    raise
+            finally:
+                ending.cancel()
+        if is_late.is_set():  # what was read may be a part
+            raise TimeoutError(f"not within {ANSWER_LIMIT_S:g} s")
+        return _Answer(answer.status, answer.reason, body)
 
     def wait(self, limit_s: float) -> FleetPlace:
         """Ask until a pipeline is named.
@@ -152,14 +190,9 @@ def _trusted(
     return {keys.server: keys for keys in pairs}
 
 
-def _refusal(error: urllib.error.HTTPError) -> str:
-    with error:
-        body = error.read(ANSWER_BYTES_MAX)
-    if error.code == HTTP_UNAVAILABLE:
-        try:
-            found = msgspec.json.decode(body, type=Unresolved)
-        except msgspec.DecodeError:
-            pass
-        else:
+def _refusal(answer: _Answer) -> str:
+    if answer.status == HTTP_UNAVAILABLE:
+        with suppress(msgspec.DecodeError):
+            found = msgspec.json.decode(answer.body, type=Unresolved)
             return f"{found.reason}: {found.details}"
-    return f"HTTP {error.code} {error.reason}"
+    return f"HTTP {answer.status} {answer.reason}"

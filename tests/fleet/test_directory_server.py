@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import socket
+import threading
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
 
-from ppstream.core.clock import now_ns
+from ppstream.core.clock import NS_PER_S, now_ns
 from ppstream.core.errors import ConfigError, PeerLostError
 from ppstream.fleet import status
 from ppstream.fleet.directory import Directory, PipelineReport
@@ -53,6 +54,30 @@ def test_a_robot_waits_until_one_serves(directory: Directory, server: DirectoryS
         asks.wait(0.3)
     serve(directory)
     assert asks.wait(60).pipeline == "a"
+
+
+@pytest.mark.parametrize("begin", [b"", b"HTTP/1.0 200 OK\r\nContent-Length: 60000\r\n\r\n"])
+def test_an_answer_that_comes_byte_by_byte_is_not_waited_for(begin: bytes) -> None:
+    """A robot's link asks: it would neither look for another pipeline nor end."""
+    with socket.create_server(("127.0.0.1", 0)) as listener, ExitStack() as stack:
+        over = threading.Event()
+
+        def drip() -> None:
+            connection, _ = listener.accept()
+            with connection, suppress(OSError):
+                connection.sendall(begin)
+                while not over.wait(0.1):
+                    connection.sendall(b" ")
+
+        thread = threading.Thread(target=drip)
+        thread.start()
+        stack.callback(thread.join)
+        stack.callback(over.set)
+        asks = FleetDirectory(f"http://127.0.0.1:{listener.getsockname()[1]}", "arm")
+        began_ns = now_ns()
+        with pytest.raises(PeerLostError, match="no directory answers: not within 1 s"):
+            asks.find()
+        assert now_ns() - began_ns < 60 * NS_PER_S
 
 
 def test_no_directory_is_said_as_such(server: DirectoryServer) -> None:
