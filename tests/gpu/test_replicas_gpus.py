@@ -120,7 +120,7 @@ def test_envelopes_go_to_the_replicas_in_turn_and_all_drain(link, tmp_path):
 )
 def test_the_run_goes_on_without_a_replica(number, link, wait, tmp_path):
     settings = (*SLOW, *placed(3, link, wait), "placement.replicas_min=2")
-    with serving(tmp_path, *settings, replicas=3, limit_s=LIMIT_S) as (run, came):
+    with serving(tmp_path, *settings, replicas=3, limit_s=LIMIT_S, guarded=True) as (run, came):
         os.kill(run.pid_of(2), number)
         serves_degraded(run, came, 2, left=2)
         run.processes[0].terminate()
