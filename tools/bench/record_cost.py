@@ -316,7 +316,7 @@ def frozen_reader(pipe: Path) -> Iterator[Path]:
 @contextmanager
 def live_view() -> Iterator[int]:
     """The pipe of a live view on any free port."""
-    view, view_fd = start_view(0)
+    view, view_fd = start_view(load.read("bench", ["view.port=0"]))
     try:
         view.check_started()
         yield view_fd
