@@ -250,10 +250,9 @@ class RobotLink:
         if self.is_closing or self.failure:
             return None
         now = now_ns()
+        if now < self._turn_ns:
+            return self._turn_ns - now
         try:
-            if now < self._turn_ns:
-                self._socket.release()  # of the observation before: this one is on its way
-                return self._turn_ns - now
             return min(self._turn(now), SLICE_NS)
         except Exception as error:  # noqa: BLE001 - as on the link's thread
             self._fail(error)
@@ -462,7 +461,6 @@ class RobotLink:
             if message is not None:
                 self.session.was_sent(now, sent=self.send(message))
             due_ns = self.session.due_ns
-        self._socket.release()
         other_ns = self._on_turn(now)
         if other_ns is not None:
             due_ns = min(due_ns, other_ns)

@@ -72,10 +72,6 @@ class MessageSocket(Protocol):
         """
         ...
 
-    def release(self) -> None:
-        """Free what earlier messages held, for any thread that waits for something anyway."""
-        ...
-
     def refused(self) -> dict[str, int]:
         """Connections turned away or ended, by reason; for the owner, about once a second."""
         ...

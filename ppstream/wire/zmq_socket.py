@@ -114,9 +114,6 @@ class SharedSocket:
     def packets_of(self, peer: bytes) -> None:
         """As ``MessageSocket``: ZeroMQ has frames."""
 
-    def release(self) -> None:
-        """As ``MessageSocket``: nothing, ZeroMQ frees by itself."""
-
     def refused(self) -> dict[str, int]:
         """As ``MessageSocket``."""
         if self._guard is None or self._closed:
