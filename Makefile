@@ -65,10 +65,10 @@ test: $(CORE)
 
 # Both at once: these wait while those compute. How each ended is for the rule above.
 test-ranks:
-	@$(PYTEST) $(RANKS) $(BESIDE) 5 >$(VENV)/.ranks.log 2>&1; echo $$? >$(VENV)/.ranks.status
+	@$(PYTEST) $(RANKS) $(BESIDE) 3 >$(VENV)/.ranks.log 2>&1; echo $$? >$(VENV)/.ranks.status
 
 test-others:
-	@$(PYTEST) $(OTHERS) $(BESIDE) 2; echo $$? >$(VENV)/.others.status
+	@$(PYTEST) $(OTHERS) $(BESIDE) 3; echo $$? >$(VENV)/.others.status
 
 test-clients: $(VENV)/.dev
 	$(call twice,$(PYTEST) --dist loadfile tests/clients -n 2)
