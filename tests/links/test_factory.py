@@ -20,7 +20,7 @@ from forked_process import ForkedProcess
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from ranks import free_port
-from robot_rig import file_size_limit
+from robot_rig import file_size_limit, wait_until
 
 from ppstream.control.launcher_store import LauncherStore, join_store
 from ppstream.control.peer import Peer
@@ -458,7 +458,7 @@ def test_a_killed_policy_rank_is_noticed_and_the_link_still_closes(
         began = now_ns()
         rank.link.close()
         assert now_ns() - began < 3 * NS_PER_S
-        assert [t.name for t in threading.enumerate() if t.name == "gloo-receive"] == []
+        wait_until(lambda: "gloo-receive" not in {t.name for t in threading.enumerate()})
 
 
 @pytest.mark.multirank
