@@ -254,6 +254,11 @@ class Peer:
                 f"limit {frozen_ns / NS_PER_S:.2f} s: {self._why_silent()}"
             )
 
+    @property
+    def has_ended(self) -> bool:
+        """True when nothing more can be read: it closed, died, or sent what is no frame."""
+        return self._end is not None
+
     def mark_lost(self) -> None:
         """Note that the peer is gone, now, unless it was noted before. Any thread."""
         if self.lost_ns is None:

@@ -68,8 +68,9 @@ def open_gloo(ends: Neighbours, store: Store, shape: LinkShape, timeout_s: float
     def close() -> None:
         """Tell the peers that nothing more will come, and wait a second for their answers.
 
-        One that is known to be lost is not waited for. Only a stopped peer does not answer: the
-        receiving thread then stays behind, and the process has to leave with ``os._exit``.
+        One that is lost by its silence is not waited for; of one that has died the connection
+        breaks by itself. Only a stopped peer does not answer: the receiving thread then stays
+        behind, and the process has to leave with ``os._exit``.
         """
         out.end()
         into.close(_until_ns(out, ends.before))
@@ -80,7 +81,8 @@ def open_gloo(ends: Neighbours, store: Store, shape: LinkShape, timeout_s: float
 
 def _until_ns(out: GlooOut, peer: Peer) -> int:
     """The instant from which nobody waits for the end of a hop to ``peer``."""
-    return out.ended_ns if peer.lost_ns is not None else out.close_by_ns
+    is_silent = peer.lost_ns is not None and not peer.has_ended
+    return out.ended_ns if is_silent else out.close_by_ns
 
 
 class Group(Protocol):

@@ -458,7 +458,12 @@ def test_a_killed_policy_rank_is_noticed_and_the_link_still_closes(
         began = now_ns()
         rank.link.close()
         assert now_ns() - began < 3 * NS_PER_S
-        wait_until(lambda: "gloo-receive" not in {t.name for t in threading.enumerate()})
+        assert [t.name for t in threading.enumerate() if t.name == "gloo-receive"] == []
+
+
+def await_receivers() -> None:
+    """Until the threads of killed ranks' links have ended: no process may leave before."""
+    wait_until(lambda: "gloo-receive" not in {thread.name for thread in threading.enumerate()})
 
 
 @pytest.mark.multirank
@@ -479,6 +484,7 @@ def test_a_stopped_policy_rank_holds_up_the_end_for_a_second_at_most(
         began = now_ns()
         rank.link.close()
         assert now_ns() - began < limit_ns
+    await_receivers()
 
 
 @pytest.mark.multirank
@@ -494,6 +500,7 @@ def test_several_stopped_replicas_hold_up_the_end_no_longer_than_one(tmp_path: P
         began = now_ns()
         both.close()
         assert now_ns() - began < 2 * NS_PER_S
+    await_receivers()
 
 
 @pytest.mark.parametrize("kind", KINDS)
