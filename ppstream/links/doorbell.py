@@ -64,15 +64,16 @@ class PythonDoorbell:
         with self._barrier:
             words[COUNT] = index + 1
         if words[SLEEPS] or not self._is_ordered:
-            words[SLEEPS] = 0
-            os.eventfd_write(self._fd, 1)
+            self._wake_receiver()
 
     def rouse(self) -> None:
         """Wake a receiver that sleeps, since a commit follows soon; it may go to sleep again."""
-        words = self._words
-        if words[SLEEPS]:
-            words[SLEEPS] = 0
-            os.eventfd_write(self._fd, 1)
+        if self._words[SLEEPS]:
+            self._wake_receiver()
+
+    def _wake_receiver(self) -> None:
+        self._words[SLEEPS] = 0
+        os.eventfd_write(self._fd, 1)
 
     # ---- the receiver's ----------------------------------------------------------------------
 

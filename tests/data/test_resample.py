@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import subprocess
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -339,16 +340,20 @@ def test_samples_that_a_live_run_refuses_are_counted(
     assert note.startswith(f"note on {recordings[0]}: stream 'arm': 3 of 100 samples are refused")
 
 
+def made_again(run: Path, out: Path, recordings: list[Path], spoil: Callable[[], object]) -> None:
+    assert make(run, out, *recordings) == 0
+    kept = frames_in(out)
+    spoil()
+    assert make(run, out, *recordings) == 0
+    assert frames_in(out) == kept
+
+
 @pytest.mark.parametrize("name", ["complete.json", "000001.json"])
 def test_a_damaged_state_costs_work_and_no_data(
     name: str, recordings: list[Path], run: Path, tmp_path: Path
 ) -> None:
-    out = tmp_path / "out"
-    assert make(run, out, *recordings) == 0
-    kept = frames_in(out)
-    (out / ".resample" / name).write_text("{")
-    assert make(run, out, *recordings) == 0
-    assert frames_in(out) == kept
+    state = tmp_path / "out" / ".resample" / name
+    made_again(run, tmp_path / "out", recordings, lambda: state.write_text("{"))
 
 
 @pytest.mark.parametrize("name", ["meta", "data"])
@@ -356,11 +361,7 @@ def test_a_data_set_that_was_removed_is_made_again(
     name: str, recordings: list[Path], run: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
-    assert make(run, out, *recordings) == 0
-    kept = frames_in(out)
-    shutil.rmtree(out / name)
-    assert make(run, out, *recordings) == 0
-    assert frames_in(out) == kept
+    made_again(run, out, recordings, lambda: shutil.rmtree(out / name))
     assert (out / "meta" / "info.json").exists()
 
 

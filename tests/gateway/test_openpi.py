@@ -20,6 +20,7 @@ from gateway_rig import (
     emit,
     gated,
     gateway_to,
+    has_ended,
     observation,
     slow_config,
 )
@@ -168,15 +169,6 @@ def test_more_connections_than_rows_can_come_to_serve_are_refused_at_once(
             pass
         assert caught.value.rcvd.reason == "too many connections"
         assert first.ask()["actions"].shape == SHAPE
-
-
-def has_ended(connection: socket.socket) -> bool:
-    try:
-        return connection.recv(1, socket.MSG_DONTWAIT | socket.MSG_PEEK) == b""
-    except BlockingIOError:
-        return False
-    except ConnectionError:
-        return True
 
 
 def test_sockets_that_say_nothing_are_bounded_and_delay_nobody(

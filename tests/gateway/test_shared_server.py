@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from gateway_rig import certificate
+from gateway_rig import certificate, has_ended
 
 from ppstream.config.gateway_rules import gateway_problems
 from ppstream.config.load import read
@@ -150,17 +150,6 @@ async def until(is_so: Callable[[], bool]) -> None:
     async with asyncio.timeout(60):
         while not await asyncio.to_thread(is_so):
             await asyncio.sleep(0.02)
-
-
-def has_ended(connection: socket.socket) -> bool:
-    if connection.fileno() < 0:
-        return False
-    try:
-        return connection.recv(1, socket.MSG_DONTWAIT | socket.MSG_PEEK) == b""
-    except BlockingIOError:
-        return False
-    except ConnectionError:
-        return True
 
 
 def is_kept(stack: ExitStack, port: int) -> bool:

@@ -6,6 +6,7 @@ Other wires bring robots of their own.
 from __future__ import annotations
 
 import asyncio
+import socket
 import ssl
 import subprocess
 import threading
@@ -176,3 +177,15 @@ def emit(rank0: Server, seq: int, **changes: Any) -> None:
         rank0.sessions.emit(0, make_chunk(seq, **{**fields, **changes}))
 
     rank0.order(act)
+
+
+def has_ended(connection: socket.socket) -> bool:
+    """The other side has closed it; one that is closed here has no other side."""
+    if connection.fileno() < 0:
+        return False
+    try:
+        return connection.recv(1, socket.MSG_DONTWAIT | socket.MSG_PEEK) == b""
+    except BlockingIOError:
+        return False
+    except ConnectionError:
+        return True
