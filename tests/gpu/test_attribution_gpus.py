@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from ranks import Ranks
+from ranks import SERVE, Ranks
 
 from ppstream.report import attribution
 from ppstream.report.kernels import cli
@@ -52,7 +52,8 @@ pytestmark = [
 def test_blocks_of_a_policy_on_a_gpu_are_timed(
     tmp_path: Path, world_size: int, settings: tuple[str, ...]
 ) -> None:
-    with Ranks(tmp_path, *ATTRIBUTION, *settings, world_size=world_size, config=CONFIG) as ranks:
+    settings = (*ATTRIBUTION, *settings)
+    with Ranks(tmp_path, *settings, world_size=world_size, config=CONFIG, module=SERVE) as ranks:
         assert ranks.wait(LIMIT_S) == [0] * world_size, ranks.output()
         table = attribution.report(ranks.directory)
         assert table is not None

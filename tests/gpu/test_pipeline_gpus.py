@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import Ranks, environment_without_ranks, free_port
+from ranks import JUDGED_AGAIN, Ranks, environment_without_ranks, free_port
 from recorded_runs import arm_recording, assert_as_the_model_says, assert_played, brought_up
 from sync_watch import FROM, UNTIL
 
@@ -33,8 +33,9 @@ pytestmark = [
 ]
 
 
+@JUDGED_AGAIN
 def test_a_run_on_two_gpus_earns_ready_and_drains_when_told(tmp_path: Path) -> None:
-    with Ranks(tmp_path, *SETTINGS, config=CONFIG) as ranks:
+    with Ranks(tmp_path, *SETTINGS, config=CONFIG, judged=True) as ranks:
         ranks.wait_for_event("phase", phase="ready")
         for process in ranks.processes:  # as torchrun signals: all at once
             process.send_signal(signal.SIGTERM)
