@@ -11,20 +11,22 @@ from pathlib import Path
 
 import pytest
 from forked_process import ForkedProcess, run_forked
-from ranks import CONFIG, SERIAL, SERVED, Ranks, environment_without_ranks, free_port
+from ranks import CONFIG, SERIAL, SERVE, UNGATED, Ranks, environment_without_ranks, free_port
 from robot_rig import wait_until
 
 LIMIT_S = 120  # of a launch on a machine that others use
 pytestmark = [pytest.mark.multirank, pytest.mark.timeout(2 * LIMIT_S)]
 
 
-def torchrun(log_root: Path, *settings: str, options: tuple[str, ...] = ()) -> list[str]:
-    """The module that torchrun is, and its arguments."""
+def torchrun(
+    log_root: Path, *settings: str, options: tuple[str, ...] = (), module: str = SERVE
+) -> list[str]:
+    """The module that torchrun is, and its arguments; each rank runs ``module``."""
     launcher = ["torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}"]
     launcher += options
-    module = ["-m", "ppstream.serve", "--config", str(CONFIG)]
+    ranks = ["-m", module, "--config", str(CONFIG)]
     pairs = (f"log.root={log_root}", *settings)
-    return [*launcher, *module, *(part for pair in pairs for part in ("--set", pair))]
+    return [*launcher, *ranks, *(part for pair in pairs for part in ("--set", pair))]
 
 
 @contextmanager
@@ -43,17 +45,19 @@ def launched(log_root: Path, command: list[str]) -> Iterator[tuple[Ranks, Callab
         process.wait()
 
 
-def test_a_chain_starts_anew_when_its_middle_rank_is_killed_and_drains(tmp_path):
+def test_a_chain_starts_anew_when_its_middle_rank_is_killed_and_drains(tmp_path, monkeypatch):
     settings = (
         "policy.options={parts_ms=[1, 1], horizon=4, action_dim=2}",
         "placement.parts=[1, 2]",
         "placement.policy=['cpu', 'cpu']",
         "link.kind=gloo",
         "service.duration_s=none",
-        SERVED,
     )
     options = ("--nproc-per-node=3", "--max-restarts=1")
-    with launched(tmp_path, torchrun(tmp_path, *settings, options=options)) as (run, stop):
+    found = (os.environ.get("PYTHONPATH"), str(Path(__file__).parents[1] / "support"))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, found)))
+    command = torchrun(tmp_path, *settings, options=options, module=UNGATED)
+    with launched(tmp_path, command) as (run, stop):
         run.wait_for_event("phase", 80, phase="ready")
         about = json.loads((run.directory / "run.json").read_text())
         os.kill(about["policy_ranks"][0]["pid"], signal.SIGKILL)
