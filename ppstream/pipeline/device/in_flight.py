@@ -41,9 +41,9 @@ class CompletionEstimate:
     def done(self, queued_ns: int, done_ns: int) -> None:
         """The envelope that was queued at ``queued_ns`` was done at ``done_ns``."""
         if queued_ns < self._done_ns:
-            self._gap_ns = _towards(self._gap_ns, done_ns - self._done_ns)
+            self._gap_ns = towards(self._gap_ns, done_ns - self._done_ns)
         else:
-            self._alone_ns = _towards(self._alone_ns, done_ns - queued_ns)
+            self._alone_ns = towards(self._alone_ns, done_ns - queued_ns)
         self._done_ns = done_ns
 
     def due_ns(self, queued_ns: int) -> int:
@@ -53,7 +53,7 @@ class CompletionEstimate:
         return queued_ns + self._alone_ns
 
 
-def _towards(usual_ns: int, seen_ns: int) -> int:
+def towards(usual_ns: int, seen_ns: int) -> int:
     """A share of what is new; an outlier counts for twice the usual, or others would come late."""
     if not usual_ns:
         return seen_ns

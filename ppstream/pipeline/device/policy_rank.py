@@ -38,6 +38,7 @@ from ppstream.links.headers import EPOCH, FAILED, FAILURES, SEQ, ResultStatus
 from ppstream.links.slots import BACK, GENERATION, INDEX, Position
 from ppstream.observe import nvtx_ranges
 from ppstream.pipeline.device.event_times import PolicyTimes, record_policy_times
+from ppstream.pipeline.device.in_flight import towards
 from ppstream.pipeline.device.policy_rank_queue import SlotPlan, sends_from_b, slot_plans
 from ppstream.pipeline.device.stamped_hop import HeldStageB, StampedHop
 from ppstream.pipeline.policy_rank import PolicyRank
@@ -63,7 +64,6 @@ REST_NS: Final = 5 * NS_PER_MS  # at most: nothing waits for this rank's host wh
 REST_SHARE: Final = 2  # of the envelopes queued ahead half may come meanwhile,
 RESERVE_NS: Final = NS_PER_MS  # or all, where the stages that stand queued then last so long
 BUSY_FOR_NS: Final = 20 * NS_PER_MS  # after the last one
-GAPS: Final = 4  # that the usual one is of
 NEWEST: Final = 4096  # durations of stage B that are kept
 
 
@@ -84,6 +84,40 @@ class PolicyDevice(NamedTuple):
     rank: int = 1
     parts_ns: Mapping[str, int] = MappingProxyType({})  # of each part, alone
     sizes: BatchSizes | None = None  # of batches; None: the whole one alone
+
+
+class RunAheadRest:
+    """Rests of a host that has queued envelopes ahead: some of these may be over meanwhile.
+
+    A rest that was too long makes a gap that is none of the envelopes', and that the next rest must
+    not follow: a gap counts for twice the usual one at most.
+
+    Args:
+        ahead: envelopes that are queued beyond the credits.
+        most_queued: envelopes in all.
+
+    Attributes:
+        newest_ns: when the newest envelope was over.
+    """
+
+    def __init__(self, ahead: int, most_queued: int) -> None:
+        self.newest_ns = 0
+        self._ahead, self._most_queued = ahead, most_queued
+        self._gap_ns = 0  # usually, between two
+
+    def over(self, at_ns: int) -> None:
+        """The next envelope was over at ``at_ns``."""
+        self._gap_ns = towards(self._gap_ns, min(REST_NS, at_ns - self.newest_ns))
+        self.newest_ns = at_ns
+
+    def ns(self, now_ns: int) -> int:
+        """Returns the rest from ``now_ns`` on."""
+        if now_ns - self.newest_ns > BUSY_FOR_NS:
+            return IDLE_NS
+        ahead_ns = self._ahead * self._gap_ns
+        spare_ns = self._most_queued * self._gap_ns - RESERVE_NS
+        rest_ns = max(ahead_ns // REST_SHARE, min(ahead_ns, spare_ns))
+        return max(POLL_NS, min(REST_NS, rest_ns))
 
 
 class DevicePolicyRank(PolicyRank):
@@ -119,9 +153,8 @@ class DevicePolicyRank(PolicyRank):
         self.log.queues_ahead = True
         self._before: PolicyTimes | None = None
         self._poll_frames_ns = 0  # when at the latest
-        self._newest_ns = 0  # when the newest envelope was over
+        self._rest = RunAheadRest(self._ahead, self._most_queued)
         self._queued_ns = 0  # when a stage B was queued last behind no other
-        self._gap_ns = 0  # usually, between two
         if isinstance(self.link, StampedHop):
             self._plans = self.link.stamped(self._plans)
         parts.waiter.register(self.peer.fileno())
@@ -264,9 +297,8 @@ class DevicePolicyRank(PolicyRank):
         record.epoch, record.seq, record.phase = header[EPOCH], header[SEQ], self.phase
         record.drop = record.drop or FAILURES[header[FAILED]]
         record_policy_times(record, times, self._before)
-        gap_ns = min(REST_NS, times.b1 - self._newest_ns)
-        self._gap_ns += (gap_ns - self._gap_ns) // GAPS
-        self._before, self._newest_ns = times, times.b1
+        self._rest.over(times.b1)
+        self._before = times
         self._newest_b_ns.append(times.b1 - times.b0)
         if self._meter is not None:
             record.recompiles = self._meter.drain()
@@ -299,14 +331,7 @@ class DevicePolicyRank(PolicyRank):
             self.log.event("clock", **self._parts.clock.state._asdict())
 
     def _rest_ns(self) -> int:
-        if not self._ahead:
-            return self._rest_of_seen_ns()
-        if now_ns() - self._newest_ns > BUSY_FOR_NS:
-            return IDLE_NS
-        ahead_ns = self._ahead * self._gap_ns
-        spare_ns = self._most_queued * self._gap_ns - RESERVE_NS
-        rest_ns = max(ahead_ns // REST_SHARE, min(ahead_ns, spare_ns))
-        return max(POLL_NS, min(REST_NS, rest_ns))
+        return self._rest.ns(now_ns()) if self._ahead else self._rest_of_seen_ns()
 
     def _rest_of_seen_ns(self) -> int:
         """Returns the rest until shortly before a stage B could begin that is queued when seen.
@@ -317,7 +342,7 @@ class DevicePolicyRank(PolicyRank):
         if self.progress == self._queued:
             return POLL_NS if self._queued < self._expected else IDLE_NS
         usual_ns = self._newest_b_ns[-1] if self._newest_b_ns else 0
-        begun_ns = max(self._newest_ns, self._queued_ns)
+        begun_ns = max(self._rest.newest_ns, self._queued_ns)
         left_ns = begun_ns + usual_ns - EARLY_NS - now_ns()
         return max(POLL_NS, min(REST_NS, left_ns))
 
