@@ -7,6 +7,8 @@ imports torch. The packages below are ours to move.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from ppstream.core.version import VERSION
+
 if TYPE_CHECKING:
     from ppstream.config.schema import PipelineConfig as PipelineConfig
     from ppstream.core.errors import ConfigError as ConfigError
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
     from ppstream.wire.keys import client_keys as client_keys
     from ppstream.wire.robot_messages import ActionChunk as ActionChunk
 
-__version__ = "0.1.0"
+__version__ = VERSION
 
 _HOME = {
     "ActionChunk": "ppstream.wire.robot_messages",

@@ -22,7 +22,6 @@ from typing import Any, Final
 import msgspec
 import torch
 
-import ppstream
 from ppstream.config.schema import PipelineConfig
 from ppstream.control.heartbeat import HeartbeatThread
 from ppstream.control.launcher_store import LauncherStore
@@ -38,6 +37,7 @@ from ppstream.core.errors import (
     ProtocolError,
 )
 from ppstream.core.specs import TensorSpec
+from ppstream.core.version import VERSION
 from ppstream.launch.rank_exit import how_it_ends
 from ppstream.links.protocol import Neighbours
 from ppstream.links.slots import BACK, Position
@@ -79,7 +79,7 @@ def configuration_facts(config: PipelineConfig) -> dict[str, dict[str, Any]]:
     }
     equal["config.policy.weights"] = weights_digest(config.policy.weights)
     equal["protocol"] = WIRE_MAJOR
-    equal["ppstream"] = ppstream.__version__
+    equal["ppstream"] = VERSION
     equal["test_hooks"] = sorted(
         f"{key}={value}" for key, value in os.environ.items() if key.startswith(TEST_HOOK_PREFIX)
     )

@@ -18,7 +18,6 @@ import msgspec
 import numpy as np
 import torch
 
-import ppstream
 from ppstream.config.schema import PipelineConfig
 from ppstream.control.launcher_store import LauncherStore, join_store
 from ppstream.control.peer import Peer
@@ -26,6 +25,7 @@ from ppstream.core.clock import NS_PER_MS, NS_PER_S
 from ppstream.core.errors import PeerLeftError, PeerLostError, PpstreamError
 from ppstream.core.interpreter import set_switch_interval
 from ppstream.core.specs import TensorSpec
+from ppstream.core.version import VERSION
 from ppstream.cuda import startup
 from ppstream.ingest.intake import Intake, build_intake
 from ppstream.launch import auto_cut, device_ranks, handshake, rank_exit
@@ -438,7 +438,7 @@ def begin_run(run: Run, config: PipelineConfig, placement: Placement) -> None:
         config=msgspec.to_builtins(config),
         config_sha256=hashlib.sha256(effective).hexdigest(),
         versions={
-            "ppstream": ppstream.__version__,
+            "ppstream": VERSION,
             "torch": torch.__version__,
             "numpy": np.__version__,
             "python": platform.python_version(),

@@ -50,7 +50,7 @@ def open_gloo(ends: Neighbours, store: Store, shape: LinkShape, timeout_s: float
         PeerLostError: a neighbour did not open its end within ``timeout_s``.
     """
     there, back = (shape.envelope, shape.envelope_slots), (shape.result, shape.result_slots)
-    out_order, in_order = orders_of(ends, shape.generation)
+    out_order, in_order = orders_of(ends.position, shape.generation)
     place, places = ends.position
     if ends.position.is_front:
         leads_out = open_group(ends.behind, store, 0, SENDER, timeout_s)

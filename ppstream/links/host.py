@@ -211,7 +211,7 @@ def open_host(ends: Neighbours, shape: LinkShape, timeout_s: float) -> Hops:
         raise
     for fd in fds[::2]:  # the mapping stays; the eventfds are the doorbells'
         os.close(fd)
-    out_order, in_order = orders_of(ends, shape.generation)
+    out_order, in_order = orders_of(ends.position, shape.generation)
     out = HostOut(ends.behind, memories[0], out_order)
     into = HostIn(ends.before, memories[1], in_order, is_pumped=ends.owner_pumps_before)
 

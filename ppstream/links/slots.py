@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ppstream.core.specs import TensorSpec
-    from ppstream.links.protocol import Neighbours
 
 
 class Position(NamedTuple):
@@ -188,9 +187,9 @@ def new_slots(layout: SlotLayout, count: int) -> tuple[Slot, ...]:
     return make_slots(torch.zeros(count * layout.slot_bytes, dtype=torch.uint8), layout, count)
 
 
-def orders_of(ends: Neighbours, generation: int) -> tuple[Order, Order]:
-    """Returns the orders of the hops out of a rank and into it."""
-    place, places = ends.position
+def orders_of(at: Position, generation: int) -> tuple[Order, Order]:
+    """Returns the orders of the hops out of the rank at a position and into it."""
+    place, places = at
     names = ["envelope", *(f"output of place {k}" for k in range(1, places)), "result"]
     return Order(names[place], generation), Order(names[place - 1], generation)
 

@@ -15,7 +15,7 @@ import torch
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-import ppstream
+from ppstream.core.version import VERSION
 from ppstream.observe import memory as gpu_memory
 from ppstream.observe import metric_families as show
 from ppstream.observe.live_class import CLASSES, LiveBottleneck
@@ -132,7 +132,7 @@ class RankCollector(Collector):
         yield show.info(
             "ppstream_build_info",
             "Versions that this rank runs.",
-            version=ppstream.__version__,
+            version=VERSION,
             torch=str(torch.__version__),
             python=platform.python_version(),
         )
