@@ -226,6 +226,33 @@ def restarted(run: SpreadRun) -> None:
     _serves_again(run, generation)
 
 
+def counted_apart(run: SpreadRun) -> None:
+    """The other host's last rank is killed, and rank 0 has not noticed when its agent is told.
+
+    So one agent counts a restart, and the other one none: to it this is a change of hosts.
+    """
+    about = json.loads((run.folder / "latest" / "run.json").read_text())
+    rank0 = int(about["topology"]["ranks"][0]["pid"])
+    victim = rank_pids(run.hosts[1].mark)[sum(run.form.ranks) - 1]
+    generation, at_ns = run.generation, now_ns()
+    os.kill(rank0, signal.SIGSTOP)
+    try:
+        os.kill(victim, signal.SIGKILL)
+        until("rank 0's agent ends it", NOTICED_S, lambda: _has_pending(rank0, signal.SIGTERM))
+    finally:
+        os.kill(rank0, signal.SIGCONT)
+    run.safe(at_ns)
+    run.outcome.seen = "both hosts serve again"
+    _serves_again(run, generation)
+
+
+def _has_pending(pid: int, number: int) -> bool:
+    """True when a signal waits for a process that is stopped."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    found = next(line.split()[1] for line in lines if line.startswith("ShdPnd:"))
+    return bool(int(found, 16) >> (number - 1) & 1)
+
+
 @contextmanager
 def _still(host: Started) -> Iterator[None]:
     """Inside: all processes of a host are stopped."""
@@ -358,6 +385,14 @@ FAULTS: Final = (
         "both hosts serve again",
         PIPELINE,
         in_turn(restarted),
+    ),
+    HostFault(
+        "host-restart-uncounted",
+        "BT44",
+        "the policy rank of two hosts is killed, and one host's torchrun counts no restart",
+        "both hosts serve again",
+        PIPELINE,
+        in_turn(counted_apart),
     ),
     HostFault(
         "replica-cable-cut",
