@@ -34,6 +34,7 @@ COUNTED_APART = NAMED["host-restart-uncounted"]._replace(check=in_turn(counted_a
         NAMED["replica-cable-cut"],
         IN_TURN,
         COUNTED_APART,
+        NAMED["host-replaced"],
     ],
     ids=lambda fault: fault.name,
 )
