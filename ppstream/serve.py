@@ -37,7 +37,7 @@ from ppstream.launch.rank_exit import (
     on_signals,
 )
 from ppstream.launch.requirements import PYTHON_MIN, missing_packages, refuse, refuse_python
-from ppstream.observe.run_folder import ROBOT_STORY, Run
+from ppstream.observe.run_folder import LAUNCHER_RUN, ROBOT_STORY, Run
 from ppstream.report import attribution, cli
 
 if TYPE_CHECKING:
@@ -93,10 +93,8 @@ def run_rank(config: PipelineConfig, rank: int) -> int:
     Returns only what an earlier generation already decided; every other end leaves the process
     from inside, because threads and sockets of a broken run must not be able to hold it up.
     """
-    generation = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    root = Path(config.log.root)
+    run, generation = _begun_before(Path(config.log.root), rank)
     end = RankEnd(rank, generation)
-    run = Run.of_launcher(root) if generation else None
     if run is not None and (code := run.final_code()) is not None:
         end.print_last_line(code, "an earlier generation ended so; restarting cannot improve it")
         return int(code)
@@ -111,6 +109,20 @@ def run_rank(config: PipelineConfig, rank: int) -> int:
         end.complain("there is no report", error)
     end.leave(*final)
     return int(final[0])
+
+
+def _begun_before(root: Path, rank: int) -> tuple[Run | None, int]:
+    """The run that this host's launcher began in an earlier start, if any, and this start's number.
+
+    The number is what this host knows: ranks agree on theirs when they meet. Rank 0 looks into its
+    run's folder, too: a launcher of several hosts does not count each restart (control/generation).
+    """
+    counted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    may_be_uncounted = rank == 0 and LAUNCHER_RUN in os.environ
+    run = Run.of_launcher(root) if counted or may_be_uncounted else None
+    if run is None or rank != 0:
+        return run, counted
+    return run, max(counted, run.next_generation())
 
 
 def _run(config: PipelineConfig, end: RankEnd, run: Run | None) -> tuple[ExitCode, str]:

@@ -14,12 +14,17 @@ from ppstream.core.errors import ConfigError, PeerLostError
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
+
 OPEN_TIMEOUT_S: Final = 15.0
+STORE_GONE: Final = "the launcher's store does not answer"
 
 
 @dataclass(frozen=True, slots=True)
 class LauncherStore:
-    """The launcher's key-value store as one generation of this run sees it (rendezvous.Store)."""
+    """The launcher's key-value store, or the part of it that one generation has (rendezvous.Store).
+
+    ``open_store`` gives the whole of it, ``join_store`` and ``generation.py`` a generation's.
+    """
 
     raw: Store
     rank: int
@@ -31,9 +36,31 @@ class LauncherStore:
         inside = dist.PrefixStore(folder, self.raw)  # type: ignore[attr-defined]
         return replace(self, raw=inside)
 
+    def of_generation(self, generation: int) -> LauncherStore:
+        """Returns the part of the whole store that only ranks of this generation read and write."""
+        return replace(self.within(str(generation)), generation=generation)
+
     def set(self, key: str, value: str) -> None:
-        """Publish ``value`` for the ranks of this generation."""
-        self.raw.set(key, value)
+        """Publish ``value`` for the other ranks.
+
+        Raises:
+            PeerLostError: the store is gone.
+        """
+        try:
+            self.raw.set(key, value)
+        except dist.DistError as error:
+            raise PeerLostError(f"{STORE_GONE}: {error}") from error
+
+    def peek(self, key: str) -> str | None:
+        """Returns the value under ``key`` now; None: nothing is published.
+
+        Raises:
+            PeerLostError: the store is gone.
+        """
+        try:
+            return bytes(self.raw.get(key)).decode() if self.raw.check([key]) else None
+        except dist.DistError as error:
+            raise PeerLostError(f"{STORE_GONE}: {error}") from error
 
     def get(self, key: str, timeout_s: float) -> str:
         """Returns the value published under ``key``, and waits for it.
@@ -50,10 +77,13 @@ class LauncherStore:
             ) from error
 
 
-def join_store(
+def open_store(
     environment: Mapping[str, str] = os.environ, *, timeout_s: float = OPEN_TIMEOUT_S
 ) -> LauncherStore:
     """The store that torchrun's environment names; without torchrun's agent, rank 0 hosts it.
+
+    Its ``generation`` is how often this host's agent says that it has restarted its ranks, which
+    another host's agent may count otherwise.
 
     Raises:
         ConfigError: the environment is incomplete or malformed.
@@ -74,8 +104,19 @@ def join_store(
         )
     except dist.DistError as error:
         raise PeerLostError(f"no store at {host}:{port} within {timeout_s:.1f} s") from error
-    prefixed = dist.PrefixStore(f"ppstream/{generation}", store)  # type: ignore[attr-defined]
+    prefixed = dist.PrefixStore("ppstream", store)  # type: ignore[attr-defined]
     return LauncherStore(prefixed, rank, world_size, generation)
+
+
+def join_store(
+    environment: Mapping[str, str] = os.environ, *, timeout_s: float = OPEN_TIMEOUT_S
+) -> LauncherStore:
+    """The store of ranks that are started once, or whose one launcher counts for all of them.
+
+    Raises as ``open_store``.
+    """
+    whole = open_store(environment, timeout_s=timeout_s)
+    return whole.of_generation(whole.generation)
 
 
 def _number(environment: Mapping[str, str], name: str) -> int:

@@ -263,12 +263,19 @@ class StageCost:
         self._usual_ns = 2 * SHORT_NS
         self._passed = 0
         self._entered: tuple[int, int | None] | None = None
+        self._ended_cpu_ns: int | None = None
 
     def enter(self) -> None:
         """The stage begins."""
         self._passed += 1
         if self._usual_ns >= SHORT_NS or self._passed % ONE_OF == 0:
-            self._entered = thread_cpu_ns(), self._delay.read_ns()
+            before_ns = self._delay.read_ns()
+            self._entered = thread_cpu_ns(), before_ns  # the stage pays for no reading
+
+    def end(self) -> None:
+        """The stage's time is over: the thread does other work before it calls ``leave``."""
+        if self._entered is not None:
+            self._ended_cpu_ns = thread_cpu_ns()
 
     def leave(self, took_ns: int) -> None:
         """It has ended, so long after it began."""
@@ -276,6 +283,7 @@ class StageCost:
         self.cpu_ns = self.delay_ns = None
         if self._entered is not None:
             (cpu_ns, before_ns), self._entered = self._entered, None
-            self.cpu_ns = thread_cpu_ns() - cpu_ns
+            ended_ns, self._ended_cpu_ns = self._ended_cpu_ns, None
+            self.cpu_ns = (thread_cpu_ns() if ended_ns is None else ended_ns) - cpu_ns
             if (after_ns := self._delay.read_ns()) is not None and before_ns is not None:
                 self.delay_ns = after_ns - before_ns

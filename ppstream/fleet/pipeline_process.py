@@ -13,9 +13,8 @@ import socket
 import subprocess
 import sys
 import tempfile
-import urllib.error
-import urllib.request
 from contextlib import suppress
+from http.client import HTTPException
 from pathlib import Path
 from typing import Final
 
@@ -29,8 +28,10 @@ from ppstream.fleet.fleet_config import FleetPlan, endpoint_of, settings_of
 from ppstream.observe import top
 from ppstream.observe.run_folder import Run
 from ppstream.wire.endpoints import unix_path
+from ppstream.wire.http_answer import get_whole
 
-ANSWER_LIMIT_S: Final = 1.0
+ANSWER_LIMIT_S: Final = 1.0  # to the last byte
+ANSWER_BYTES_MAX: Final = 1 << 16
 END_LIMIT_S: Final = 20.0
 TAIL: Final = 2000  # characters of what it printed last
 ENDED: Final = "ended"  # phase of a pipeline that nobody starts anew
@@ -168,14 +169,11 @@ def _phase(port: int) -> str:
     """Phase of the run, as ``/readyz`` says it; empty: no answer."""
     url = f"http://127.0.0.1:{port}/readyz"
     try:
-        with urllib.request.urlopen(url, timeout=ANSWER_LIMIT_S) as answer:
-            body = answer.read()
-    except urllib.error.HTTPError as error:
-        body = error.read()
-    except OSError:
+        answer = get_whole(url, {}, ANSWER_LIMIT_S, ANSWER_BYTES_MAX)
+    except (OSError, HTTPException):
         return ""
     try:
-        return str(json.loads(body)["phase"])
+        return str(json.loads(answer.body)["phase"])
     except (ValueError, KeyError):
         return ""
 

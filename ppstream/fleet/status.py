@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import urllib.error
-import urllib.request
 from collections.abc import Sequence
 from http.client import HTTPException
 from pathlib import Path
@@ -18,9 +16,11 @@ from ppstream.core.errors import ConfigError
 from ppstream.fleet import fleet_config
 from ppstream.fleet.directory_server import DirectoryStatus
 from ppstream.wire.directory_messages import STATUS
+from ppstream.wire.http_answer import HTTP_OK, get_whole
 from ppstream.wire.robot_messages import SERVING
 
-ANSWER_LIMIT_S: Final = 2.0
+ANSWER_LIMIT_S: Final = 2.0  # to the last byte
+ANSWER_BYTES_MAX: Final = 1 << 24  # of some 10,000 pipelines
 REFUSED: Final = 401
 NOT_ALL: Final = 1
 
@@ -54,18 +54,16 @@ def ask(url: str, token: str | None) -> DirectoryStatus:
         ConfigError: none answers there, or it wants another token.
     """
     headers = {} if token is None else {"Authorization": f"Bearer {token}"}
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
-        request = urllib.request.Request(f"{url}{STATUS}", headers=headers)
-        with opener.open(request, timeout=ANSWER_LIMIT_S) as answer:
-            return msgspec.json.decode(answer.read(), type=DirectoryStatus)
-    except urllib.error.HTTPError as error:
-        remedy = "; directory.token_file is not the directory's" if error.code == REFUSED else ""
-        raise ConfigError([f"{url}: answers HTTP {error.code} {error.reason}{remedy}"]) from error
+        answer = get_whole(f"{url}{STATUS}", headers, ANSWER_LIMIT_S, ANSWER_BYTES_MAX)
+        if answer.status == HTTP_OK:
+            return msgspec.json.decode(answer.body, type=DirectoryStatus)
     except msgspec.DecodeError as error:
         raise ConfigError([f"{url}: answers, and is no directory: {error}"]) from error
     except (OSError, HTTPException) as error:
         raise ConfigError([f"{url}: no directory answers: {error}; ppstream fleet up"]) from error
+    remedy = "; directory.token_file is not the directory's" if answer.status == REFUSED else ""
+    raise ConfigError([f"{url}: answers HTTP {answer.status} {answer.reason}{remedy}"])
 
 
 def table(found: DirectoryStatus) -> Table:

@@ -23,6 +23,7 @@ import msgspec
 import torch
 
 from ppstream.config.schema import PipelineConfig
+from ppstream.control.generation import tell_generation
 from ppstream.control.heartbeat import HeartbeatThread
 from ppstream.control.launcher_store import LauncherStore
 from ppstream.control.peer import Peer
@@ -55,7 +56,6 @@ from ppstream.wire.rank_messages import (
 )
 
 TOKEN_KEY: Final = "run/token"  # known to the launcher's ranks alone
-TURN_KEY: Final = "run/turn"  # policy ranks come one by one
 HOP_KEY: Final = "hop"  # where a policy rank is reached by the next one
 WORDS_NS: Final = NS_PER_S  # rank 0 receives within this why a rank was lost
 SPARE_NS: Final = 2 * NS_PER_S  # the rank that builds notices first: it knows more
@@ -216,6 +216,26 @@ def listen(store: LauncherStore, host: str | None) -> Listener:
     return Listener(store, host=host)
 
 
+def invite(config: PipelineConfig, launcher: LauncherStore, generation: int, rank: int) -> None:
+    """Tell a policy rank this start's number, which is its turn to connect.
+
+    Args:
+        config: of the run.
+        launcher: the whole store.
+        generation: the number.
+        rank: the policy rank's.
+
+    Raises:
+        PeerLostError: it did not ask within ``liveness.handshake_s``.
+    """
+    name, limit_s = _name_of(rank, launcher), config.liveness.handshake_s
+    tell_generation(launcher, generation, rank, limit_s, name)
+
+
+def _name_of(rank: int, store: LauncherStore) -> str:
+    return "the policy rank" if store.world_size == 2 else f"policy rank {rank}"
+
+
 def admit(
     config: PipelineConfig,
     store: LauncherStore,
@@ -234,9 +254,7 @@ def admit(
         PeerLostError: nobody came within ``liveness.handshake_s``.
     """
     limit_s = config.liveness.handshake_s
-    name = "the policy rank" if store.world_size == 2 else f"policy rank {rank}"
-    store.set(f"{TURN_KEY}/{rank}", "now")
-    peer = listener.accept(limit_s, name)
+    peer = listener.accept(limit_s, _name_of(rank, store))
     hello = peer.receive(round(limit_s * NS_PER_S))
     token = store.get(TOKEN_KEY, limit_s)
     if not isinstance(hello, RankHello) or (hello.token, hello.rank) != (token, rank):
@@ -316,7 +334,6 @@ def introduce(config: PipelineConfig, store: LauncherStore) -> tuple[Peer, Run]:
         PeerLostError: rank 0 is not there.
     """
     limit_s = config.liveness.handshake_s
-    store.get(f"{TURN_KEY}/{store.rank}", limit_s)
     peer = connect(store, limit_s)
     peer.heart = connect(store, limit_s, expects_fds=False)
     facts = configuration_facts(config)

@@ -8,7 +8,8 @@ from typing import Final
 import torch
 
 from ppstream.config.schema import PipelineConfig
-from ppstream.control.launcher_store import LauncherStore, join_store
+from ppstream.control.generation import ask_generation
+from ppstream.control.launcher_store import LauncherStore, open_store
 from ppstream.control.peer import Peer
 from ppstream.core.clock import NS_PER_S, now_ns
 from ppstream.core.errors import ConfigError, ExitCode
@@ -63,7 +64,8 @@ def run_back(config: PipelineConfig, end: rank_exit.RankEnd) -> str:
     set_switch_interval()
     torch.set_grad_enabled(False)  # else graphs of all calls would hang on the outputs
     with ExitStack() as stack, end.closing():
-        store = join_store(timeout_s=config.liveness.handshake_s)
+        store = _join(config.liveness.handshake_s)
+        end.generation = store.generation
         placement = device_ranks.place_here(config, store.world_size)
         peer, end.run = handshake.introduce(config, store)
         stack.callback(peer.close)
@@ -113,6 +115,10 @@ def run_back(config: PipelineConfig, end: rank_exit.RankEnd) -> str:
         end.is_drained = True
         peer.send(Goodbye(int(ExitCode.DRAINED), reason))
         return reason
+
+
+def _join(limit_s: float) -> LauncherStore:
+    return ask_generation(open_store(timeout_s=limit_s), limit_s)
 
 
 def _look_out(end: rank_exit.RankEnd, loop: PolicyRank, rank0: Peer | None) -> None:

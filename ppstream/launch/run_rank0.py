@@ -19,7 +19,8 @@ import numpy as np
 import torch
 
 from ppstream.config.schema import PipelineConfig
-from ppstream.control.launcher_store import LauncherStore, join_store
+from ppstream.control.generation import begin_generation
+from ppstream.control.launcher_store import LauncherStore, open_store
 from ppstream.control.peer import Peer
 from ppstream.core.clock import NS_PER_MS, NS_PER_S
 from ppstream.core.errors import PeerLeftError, PeerLostError, PpstreamError
@@ -91,9 +92,13 @@ def run_front(
     end.run = run
     course = rank_exit.Course(config, end.thread)
     with ExitStack() as stack, end.closing():
+        launcher = None
+        if not placement.is_inline:
+            launcher = open_store(timeout_s=config.liveness.handshake_s)
+            end.generation = begin_generation(launcher, end.generation)
         stack.callback(rank_exit.start_watchdog(config, course, end).stop)
         stack.enter_context(Progress(lambda: _wait(course), "rank 0"))
-        met = None if placement.is_inline else _connect(config, course, end, run, stack)
+        met = None if launcher is None else _connect(config, launcher, course, end, run, stack)
         with handshake.saying_goodbye(*met[0]) if met is not None else nullcontext():
             if met is not None:
                 config = auto_cut.choose_cut(config, met[0], course, run)
@@ -124,13 +129,14 @@ Met = tuple[tuple[Peer, ...], LauncherStore]  # the policy ranks, in order
 
 def _connect(
     config: PipelineConfig,
+    launcher: LauncherStore,
     course: rank_exit.Course,
     end: rank_exit.RankEnd,
     run: Run,
     stack: ExitStack,
 ) -> Met:
     """The policy ranks; before anything is built that may take its time."""
-    store = join_store(timeout_s=config.liveness.handshake_s)
+    store = launcher.of_generation(end.generation)
     listener = handshake.listen(store, _own_address(store.world_size))
     stack.callback(listener.close)
     logger.info("handshake")
@@ -142,6 +148,7 @@ def _connect(
     facts: dict[int, Mapping[str, Any]] = {}
     for rank in range(1, store.world_size):
         with handshake.saying_goodbye(*peers):
+            handshake.invite(config, launcher, end.generation, rank)
             peer = handshake.admit(config, store, listener, run, rank, facts)
         stack.callback(peer.close)
         peers.append(peer)

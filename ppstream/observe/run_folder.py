@@ -10,6 +10,7 @@ import fcntl
 import json
 import os
 import platform
+import re
 import secrets
 import shutil
 import sys
@@ -24,7 +25,9 @@ from ppstream.control.peer_process import start_time
 from ppstream.core.errors import FINAL_CODES, OTHER_LEFT, ConfigError, ExitCode, PeerLeftError
 
 SCHEMA: Final = "ppstream.log/1"
+LAUNCHER_RUN: Final = "TORCHELASTIC_RUN_ID"  # of a rank that torchrun's agent has started
 ROBOT_STORY: Final = "robot.txt"  # what the embedded robot says at its end
+LOG_NAME: Final = re.compile(r"rank\d+\.gen(\d+)\.jsonl")
 DIRECTORY_MODE: Final = 0o750
 LOCK_TRIES: Final = 50
 LOCK_PAUSE_S: Final = 0.02  # a process that holds it for longer is stopped
@@ -73,9 +76,11 @@ class Run:
         after a restart of the host.
         """
         wanted = launcher_identity(launcher_pid or os.getppid())
+        launch = os.environ.get(LAUNCHER_RUN) if launcher_pid is None else None
         for directory in reversed(_runs(root)):
             manifest = _read(directory / "run.json")
-            if None not in wanted.values() and wanted.items() <= manifest.items():
+            is_its = None not in wanted.values() and wanted.items() <= manifest.items()
+            if is_its and launch in (None, manifest.get("launcher_run_id")):
                 run = cls(directory)
                 run.hold()
                 return run
@@ -92,6 +97,13 @@ class Run:
         if self._held >= 0:
             os.close(self._held)
             self._held = -1
+
+    def next_generation(self) -> int:
+        """Returns a number larger than that of each start which left a log or an end here."""
+        logs = (LOG_NAME.fullmatch(path.name) for path in self.directory.iterdir())
+        begun = [int(found[1]) for found in logs if found is not None]
+        begun += [int(end.get("generation", 0)) for end in self.ends().values()]
+        return max(begun, default=0) + 1
 
     def log_path(self, rank: int, generation: int) -> Path:
         return self.directory / f"rank{rank}.gen{generation}.jsonl"
@@ -134,6 +146,7 @@ class Run:
             exit_code=None,
             **launcher_identity(os.getppid()),
             launcher_restarts=int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")),
+            launcher_run_id=os.environ.get(LAUNCHER_RUN),
             config=config,
             config_sha256=config_sha256,
             versions=versions,

@@ -58,6 +58,7 @@ class OnHost(ABC):
         self._times, self._run_delay = loop.times, loop.run_delay
         self._times_c, self._run_delay_c = loop.times, loop.run_delay  # of the thread that runs C
         self._cost_a, self._cost_c = StageCost(loop.run_delay), StageCost(loop.run_delay)
+        loop.on_decoded = self._end_c
         self._thread_cpus: dict[str, list[int]] = {}  # as each thread's newest run ended
         self._keep_warm = KeepWarm(loop.config, self._rehearse, loop.log)
 
@@ -95,6 +96,10 @@ class OnHost(ABC):
             self._loop.credits.begin_decode(flight.record.tDecode)
         if nvtx_ranges.on:
             nvtx_ranges.C.push(flight.epoch, flight.seq)
+
+    def _end_c(self) -> None:
+        """C's time ends here: what its thread computes to send the chunk is the emitter's."""
+        self._cost_c.end()
 
     def settle(self, flight: Flight, drop: str | None) -> int:
         """As ``Executor``."""

@@ -108,6 +108,7 @@ class Rank0:
         self.emitter: Emitter = NoEmitter()
         #: The ledger's part of an envelope that has ended, and its line; an executor may do it.
         self.book: Callable[[Flight, int], None] = self._book
+        self.on_decoded: Callable[[], None] = lambda: None  # behind the stamp that ends C
         self.stop_reason: str | None = None
         self.reports: deque[Told] = deque()  # from robots, filled while the source is drained
         self.source_fds: tuple[int, ...] = ()
@@ -274,6 +275,7 @@ class Rank0:
         """
         rows = self.stage_c.decode(flight, result.arrays)
         flight.emit_ns = now_ns()
+        self.on_decoded()
         if flight.epoch != self.epoch:  # a cut came while decoding
             return "stale"
         return self.stage_c.emit(flight, rows, self.emitter)

@@ -6,12 +6,10 @@ own files is refused, whoever names it.
 
 from __future__ import annotations
 
-import socket
-import threading
 import time
 from collections.abc import Sequence
-from contextlib import closing, suppress
-from http.client import HTTPConnection, HTTPException, HTTPSConnection
+from contextlib import suppress
+from http.client import HTTPException
 from pathlib import Path
 from typing import Final, NamedTuple
 from urllib.parse import urlencode, urlsplit
@@ -22,11 +20,11 @@ from ppstream.core.clock import NS_PER_S, now_ns
 from ppstream.core.errors import ConfigError, PeerLostError
 from ppstream.wire.directory_messages import ANSWER_BYTES_MAX, RESOLVE, Resolved, Unresolved
 from ppstream.wire.endpoints import endpoint_problem, is_local
+from ppstream.wire.http_answer import HTTP_OK, SCHEMES, HttpAnswer, get_whole
 from ppstream.wire.keys import ClientKeys, client_keys
 
 ANSWER_LIMIT_S: Final = 1.0  # of one question, to the last byte: the link's thread asks
 LOOK_S: Final = 0.2  # between two questions of a robot that has no pipeline yet
-HTTP_OK: Final = 200
 HTTP_UNAVAILABLE: Final = 503
 
 
@@ -36,12 +34,6 @@ class FleetPlace(NamedTuple):
     pipeline: str
     endpoint: str
     keys: ClientKeys | None
-
-
-class _Answer(NamedTuple):
-    status: int
-    reason: str
-    body: bytes
 
 
 class FleetDirectory:
@@ -70,14 +62,11 @@ class FleetDirectory:
         token_file: str | Path | None = None,
     ) -> None:
         parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        if parts.scheme not in SCHEMES or not parts.hostname:
             raise ConfigError([f"got {url!r}, want a directory's http://HOST:PORT"])
         if (secret_file is None) != (not server_files):
             raise ConfigError(["secret_file and server_files: want both, or neither"])
         self._url, self.robot = url.rstrip("/"), robot
-        self._kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
-        self._host, self._port = parts.hostname, parts.port
-        self._path = f"{parts.path.rstrip('/')}{RESOLVE}"
         self._is_here = is_local(f"tcp://{parts.hostname}:{parts.port or 80}")
         self._keys = {} if secret_file is None else _trusted(secret_file, server_files)
         self._headers = {} if token_file is None else bearer(token_file)
@@ -94,7 +83,8 @@ class FleetDirectory:
             {"avoid": self.pipeline} if failed and self.pipeline else {}
         )
         try:
-            answer = self._ask(f"{self._path}?{urlencode(words)}")
+            question = f"{self._url}{RESOLVE}?{urlencode(words)}"
+            answer = get_whole(question, self._headers, ANSWER_LIMIT_S, ANSWER_BYTES_MAX)
             if answer.status != HTTP_OK:
                 raise PeerLostError(f"{self._url}: {_refusal(answer)}")
             found = msgspec.json.decode(answer.body, type=Resolved)
@@ -103,39 +93,6 @@ class FleetDirectory:
         place = FleetPlace(found.pipeline, found.endpoint, self._keys_for(found))
         self.pipeline = place.pipeline
         return place
-
-    def _ask(self, path: str) -> _Answer:
-        """One answer; a proxy of the environment is for the web, not for robots.
-
-        Raises:
-            OSError: nobody answers, or the answer is not whole within ``ANSWER_LIMIT_S``.
-            HTTPException: what answers does not speak HTTP.
-        """
-        connection = self._kind(self._host, self._port, timeout=ANSWER_LIMIT_S)
-        is_late = threading.Event()
-        with closing(connection):
-            connection.connect()
-            connected = connection.sock  # which the connection hands to its answer
-
-            def end() -> None:  # a socket's own limit is that of each of its bytes
-                is_late.set()
-                with suppress(OSError):
-                    connected.shutdown(socket.SHUT_RDWR)
-
-            ending = threading.Timer(ANSWER_LIMIT_S, end)
-            ending.start()
-            try:
-                connection.request("GET", path, headers=self._headers)
-                answer = connection.getresponse()
-                body = answer.read(ANSWER_BYTES_MAX)
-            except (OSError, HTTPException):
-                if not is_late.is_set():
-                    raise
-            finally:
-                ending.cancel()
-        if is_late.is_set():  # what was read may be a part
-            raise TimeoutError(f"not within {ANSWER_LIMIT_S:g} s")
-        return _Answer(answer.status, answer.reason, body)
 
     def wait(self, limit_s: float) -> FleetPlace:
         """Ask until a pipeline is named.
@@ -190,7 +147,7 @@ def _trusted(
     return {keys.server: keys for keys in pairs}
 
 
-def _refusal(answer: _Answer) -> str:
+def _refusal(answer: HttpAnswer) -> str:
     if answer.status == HTTP_UNAVAILABLE:
         with suppress(msgspec.DecodeError):
             found = msgspec.json.decode(answer.body, type=Unresolved)

@@ -79,7 +79,7 @@ class SessionRequests:
         config: PipelineConfig,
         table: SessionTable,
         counts: SessionCounts,
-        send: Callable[[bytes, ToRobot], None],
+        send: Callable[[bytes, ToRobot], object],
         wake: Callable[[], None],
     ) -> None:
         self.reports: deque[Told] = deque(maxlen=MAX_REPORTS)

@@ -36,6 +36,7 @@ from ppstream.sessions.table import (
     SessionTable,
     frame_bytes_max,
 )
+from ppstream.sessions.waiting import WaitingList
 from ppstream.wire.fields import DECODE_ERRORS, MAX_DETAILS, encoder
 from ppstream.wire.keys import server_keys
 from ppstream.wire.message_socket import Frame, bind_server
@@ -79,7 +80,9 @@ class Sessions:
 
     ``drain``, ``set_phase`` and ``close`` belong to the thread that owns the rows; ``emit`` may be
     called from any one thread. Rows are opened when the phase first is one of ``SERVING``, so that
-    bring-up may use them before, and have to be free then. Robots are admitted from the start.
+    bring-up may use them before, and have to be free then. Robots are admitted from the start. A
+    row that becomes free goes to the robot that has waited longest; a robot that resumes its
+    session keeps the row.
 
     Args:
         config: the run's configuration; ``service.endpoint`` must not be None.
@@ -100,6 +103,7 @@ class Sessions:
         self._config = config
         self._clock = clock
         self._table = SessionTable(rows, config)
+        self._waiting = WaitingList()
         keys = server_keys(config.service.secret_key, config.service.allowed_keys)
         self._socket = bind_server(
             config.service.endpoint, keys, frame_bytes_max(config), config.service.allowed_uids
@@ -273,6 +277,7 @@ class Sessions:
         self._counts.frames_handled += 1
         if isinstance(message, Bye):
             self._close(session, "bye")
+            self._admit_waiting(now_ns)
         else:
             self.requests.note(session, message)
         return 0
@@ -312,14 +317,29 @@ class Sessions:
             for old in self._table.replaced_by(peer, hello):
                 self._close(old, "resumed")
             reason, details = self._table.rejection_reason(hello)
-        if reason is not None:
+            if reason is not None and (ahead := self._waiting.add(peer, hello, now_ns)):
+                details[-1] += f"; robots that wait before this one: {ahead}"
+        if reason is None:
+            self._admit(peer, hello, now_ns)
+        else:
             self._refuse(peer, reason, details)
-            return
+        self._admit_waiting(now_ns)  # the row of a session that this Hello has ended
+
+    def _admit(self, peer: bytes, hello: Hello, now_ns: int) -> None:
+        self._waiting.remove(peer, hello.robot)
         session = self._table.open(peer, hello, now_ns)
         self._counts.opened += 1
-        self._welcome(session)
-        if self._phase in SERVING:
+        if not self._welcome(session):
+            self._close(session, "unreachable")  # it has gone while it waited
+        elif self._phase in SERVING:
             self._serve(session)
+
+    def _admit_waiting(self, now_ns: int) -> None:
+        """Give rows that are free to the robots that have waited longest for one."""
+        if self._phase in ENDING:
+            return
+        while not self._table.is_full and (robot := self._waiting.pop(now_ns, self._table.holds)):
+            self._admit(robot.peer, robot.hello, now_ns)
 
     def _describe(self, peer: bytes, question: Describe) -> None:
         """Tells the contract to whoever may connect, in every phase; nothing depends on it."""
@@ -344,6 +364,7 @@ class Sessions:
     def _close_silent(self, now_ns: int) -> None:
         for session in self._table.silent(now_ns):
             self._close(session, "silent")
+        self._admit_waiting(now_ns)
         due_ns = self._table.next_silent_ns()
         self._silent_ns = now_ns + SILENCE_NS if due_ns is None else due_ns
 
@@ -354,9 +375,10 @@ class Sessions:
 
     # ---- answers -----------------------------------------------------------------------------
 
-    def _welcome(self, session: Session) -> None:
+    def _welcome(self, session: Session) -> bool:
+        """Tells a robot of its session; False: nobody is there any more."""
         who = session.hello.robot, session.id
-        self._send(session.peer, welcome(self._config, *who, self._phase, SILENCE_NS))
+        return self._send(session.peer, welcome(self._config, *who, self._phase, SILENCE_NS))
 
     def _refuse(self, peer: bytes, reason: str, details: list[str]) -> None:
         self._counts.refused[reason] += 1
@@ -368,8 +390,8 @@ class Sessions:
             self._lost_due_ns = now_ns + LOST_PAUSE_NS
             self._send(peer, Lost(session))
 
-    def _send(self, peer: bytes, message: ToRobot) -> None:
-        self._socket.send(encoder.encode(message), peer)
+    def _send(self, peer: bytes, message: ToRobot) -> bool:
+        return self._socket.send(encoder.encode(message), peer)
 
     def _wake(self) -> None:
         self._socket.wake()

@@ -82,6 +82,15 @@ class SessionTable:
     def __len__(self) -> int:
         return len(self._of)
 
+    @property
+    def is_full(self) -> bool:
+        """True when each row has its robot."""
+        return None not in self._at
+
+    def holds(self, robot: str) -> bool:
+        """True when a robot of this name has a session."""
+        return any(session.hello.robot == robot for session in self._of.values())
+
     def by_id(self, session: int) -> Session | None:
         """Returns the session with this number."""
         return next((one for one in self._of.values() if one.id == session), None)
@@ -96,13 +105,13 @@ class SessionTable:
 
     def rejection_reason(self, hello: Hello) -> tuple[str | None, list[str]]:
         """Returns why no place is free (``name_in_use``, ``full``), and what would change it."""
-        if any(session.hello.robot == hello.robot for session in self._of.values()):
+        if self.holds(hello.robot):
             line = (
                 f"robot {hello.robot!r} is connected; its name is free {SILENCE_NS / NS_PER_S:g} s"
                 " after its last frame"
             )
             return "name_in_use", [line]
-        if None not in self._at:
+        if self.is_full:
             return "full", [f"all {len(self._at)} rows are taken; raise batch.rows"]
         return None, []
 

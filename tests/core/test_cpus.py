@@ -180,13 +180,34 @@ def test_cost_of_a_stage_is_the_time_that_its_thread_computed_in_it() -> None:
     delay.begin()
     cost = StageCost(delay)
     cost.enter()
-    until_ns = thread_cpu_ns() + 2_000_000
-    while thread_cpu_ns() < until_ns:
-        pass
+    compute(2_000_000)
     cost.leave(2_000_000)
     assert cost.cpu_ns is not None
     assert 2_000_000 <= cost.cpu_ns < 20_000_000
     assert cost.delay_ns is None or cost.delay_ns >= 0
+
+
+def compute(ns: int) -> None:
+    until_ns = thread_cpu_ns() + ns
+    while thread_cpu_ns() < until_ns:
+        pass
+
+
+def test_what_a_thread_computes_behind_the_end_of_a_stage_is_not_the_stage_s() -> None:
+    delay = RunDelay()
+    delay.begin()
+    cost = StageCost(delay)
+    for _ in range(2):
+        cost.enter()
+        cost.end()
+        compute(20_000_000)
+        cost.leave(SHORT_NS)
+        assert cost.cpu_ns is not None
+        assert cost.cpu_ns < 10_000_000
+    cost.enter()
+    compute(2_000_000)
+    cost.leave(2_000_000)
+    assert cost.cpu_ns >= 2_000_000
 
 
 def test_thread_beside_a_busy_one_on_its_cpu_was_runnable_without_it() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -56,9 +56,22 @@ def test_a_robot_waits_until_one_serves(directory: Directory, server: DirectoryS
     assert asks.wait(60).pipeline == "a"
 
 
+def ask_as_robot(url: str) -> None:
+    with pytest.raises(PeerLostError, match="no directory answers: not within 1 s"):
+        FleetDirectory(url, "arm").find()
+
+
+def ask_as_operator(url: str) -> None:
+    with pytest.raises(ConfigError, match="no directory answers: not within 2 s"):
+        status.ask(url, None)
+
+
+@pytest.mark.parametrize("ask", [ask_as_robot, ask_as_operator])
 @pytest.mark.parametrize("begin", [b"", b"HTTP/1.0 200 OK\r\nContent-Length: 60000\r\n\r\n"])
-def test_an_answer_that_comes_byte_by_byte_is_not_waited_for(begin: bytes) -> None:
-    """A robot's link asks: it would neither look for another pipeline nor end."""
+def test_an_answer_that_comes_byte_by_byte_is_not_waited_for(
+    begin: bytes, ask: Callable[[str], None]
+) -> None:
+    """A robot's link that waited would neither look for another pipeline nor end."""
     with socket.create_server(("127.0.0.1", 0)) as listener, ExitStack() as stack:
         over = threading.Event()
 
@@ -73,10 +86,8 @@ def test_an_answer_that_comes_byte_by_byte_is_not_waited_for(begin: bytes) -> No
         thread.start()
         stack.callback(thread.join)
         stack.callback(over.set)
-        asks = FleetDirectory(f"http://127.0.0.1:{listener.getsockname()[1]}", "arm")
         began_ns = now_ns()
-        with pytest.raises(PeerLostError, match="no directory answers: not within 1 s"):
-            asks.find()
+        ask(f"http://127.0.0.1:{listener.getsockname()[1]}")
         assert now_ns() - began_ns < 60 * NS_PER_S
 
 

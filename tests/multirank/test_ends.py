@@ -183,6 +183,19 @@ def test_nothing_to_hide_is_refused_with_31_and_a_later_generation_ends_at_once(
     assert time.monotonic() - began < 5  # two interpreters start; the ranks themselves take none
 
 
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_start_that_its_launcher_did_not_count_is_the_run_s_next_generation(tmp_path, world_size):
+    """As where a host was only told by the other one's torchrun to start anew."""
+    launched = {"TORCHELASTIC_RUN_ID": "arm", "TORCHELASTIC_RESTART_COUNT": "0"}
+    for generation in range(2):
+        with Ranks(tmp_path, world_size=world_size, env=launched) as ranks:
+            assert ranks.wait() == [0] * world_size, ranks.output()
+            for rank in range(world_size):
+                assert ranks.lines(rank, generation)
+                assert ranks.exits()[str(rank)]["generation"] == generation
+    assert len([*tmp_path.glob("*/run.json")]) == 2  # the run's, and by the link to it
+
+
 def test_inline_twin_serves_without_a_gate(tmp_path):
     with Ranks(tmp_path, world_size=1) as ranks:
         assert ranks.wait() == [0], ranks.output()

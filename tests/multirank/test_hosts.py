@@ -1,7 +1,7 @@
 """Every form of a run over two hosts, namespaces with a cable: losses are told, robots are safe.
 
-The faults are the drill's, which also judges how long each takes; there a run has one, here that of
-a mesh has two, a generation each.
+The faults are the drill's, which also judges how long each takes; there a run has one, here some
+have two, a generation each.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from drill.judging import OLDEST_MS, FaultOutcome
 from drill.two_host_network import is_possible
-from drill.two_hosts import FAULTS, HostFault, cut, frozen, in_turn
+from drill.two_hosts import FAULTS, HostFault, counted_apart, cut, frozen, in_turn, restarted
 from ranks import UNGATED
 
 pytestmark = [
@@ -23,6 +23,8 @@ pytestmark = [
 
 NAMED = {fault.name: fault for fault in FAULTS}
 IN_TURN = NAMED["mesh-cable-cut"]._replace(name="mesh-faults-in-turn", check=in_turn(cut, frozen))
+#: The agents count 0 and 1, then 1 and 2.
+COUNTED_APART = NAMED["host-restart-uncounted"]._replace(check=in_turn(counted_apart, restarted))
 
 
 @pytest.mark.parametrize(
@@ -31,6 +33,8 @@ IN_TURN = NAMED["mesh-cable-cut"]._replace(name="mesh-faults-in-turn", check=in_
         NAMED["cable-in-a-chain"],
         NAMED["replica-cable-cut"],
         IN_TURN,
+        COUNTED_APART,
+        NAMED["host-replaced"],
     ],
     ids=lambda fault: fault.name,
 )

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from ppstream.core.errors import ConfigError, ExitCode
-from ppstream.observe.run_folder import Run, launcher_identity
+from ppstream.observe.run_folder import LAUNCHER_RUN, Run, launcher_identity
 
 
 def begin(root: Path, keep: int = 20) -> Run:
@@ -62,7 +62,7 @@ def test_only_the_newest_runs_are_kept(tmp_path):
 HOLD = """
 import sys, time
 from pathlib import Path
-from ppstream.observe.run_folder import Run, launcher_identity
+from ppstream.observe.run_folder import LAUNCHER_RUN, Run, launcher_identity
 Run.joined(Path(sys.argv[1]))
 print("holds", flush=True)
 time.sleep(60)
@@ -113,6 +113,29 @@ def test_later_generation_finds_the_run_of_its_launcher_and_its_final_code(tmp_p
     assert found.final_code() is None  # restarting may help
     run.record_exit(1, ExitCode.GATE_FAIL, "no overlap")
     assert found.final_code() is ExitCode.GATE_FAIL
+
+
+def test_a_start_that_no_launcher_counts_has_a_number_of_its_own(tmp_path):
+    run = begin(tmp_path)
+    assert run.next_generation() == 1  # the first one has begun, whatever it left
+    run.log_path(0, 1).touch()
+    assert run.next_generation() == 2
+    run.log_path(1, 11).touch()
+    run.stacks_path(0, 20).touch()
+    assert run.next_generation() == 12
+    run.record_exit(1, ExitCode.PEER_LOST, "gone", generation=12)
+    assert run.next_generation() == 13
+
+
+def test_two_launches_of_one_process_are_two_runs(tmp_path, monkeypatch):
+    for name in ("first", "second"):
+        monkeypatch.setenv(LAUNCHER_RUN, name)
+        assert Run.of_launcher(tmp_path) is None
+        begun = begin(tmp_path)
+        assert Run.of_launcher(tmp_path).directory == begun.directory
+        begun.directory.rename(tmp_path / f"{name}-{begun.run_id}")  # in this order
+    monkeypatch.setenv(LAUNCHER_RUN, "first")
+    assert Run.of_launcher(tmp_path).run_id.startswith("first")
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from pipeline_in_process import NewestValues, PipelineInProcess, small_config
 
-from ppstream.core.clock import NS_PER_MS, NS_PER_S, now_ns
+from ppstream.core.clock import NS_PER_MS, NS_PER_S, now_ns, thread_cpu_ns
 from ppstream.core.errors import PolicyError
 from ppstream.observe.log_writer import EnvelopeRecord
 from ppstream.pipeline.flight import Flight, Owner
@@ -143,6 +143,28 @@ def test_the_emit_is_stamped_before_it_so_that_the_lease_looks_at_that_stamp(
     for line, given_ns in zip(lines, emitter.given_ns, strict=True):
         assert line["age_rank0_ns"] == line["tEmit"] - line["tRx"]
         assert line["tDecode"] <= line["tEmit"] <= given_ns
+
+
+class Computing(Chunks):
+    """Computes for 10 ms before it keeps a chunk."""
+
+    def emit(self, row: int, chunk: ActionChunk) -> None:
+        until_ns = thread_cpu_ns() + 10 * NS_PER_MS
+        while thread_cpu_ns() < until_ns:
+            pass
+        super().emit(row, chunk)
+
+
+@pytest.mark.parametrize("form", ["serial", "split", "inline"])
+def test_what_an_emitter_computes_is_no_cpu_time_of_stage_c(tmp_path: Path, form: str) -> None:
+    threads = "serial" if form == "inline" else form
+    with pipeline(tmp_path, f"pipeline.threads={threads}", inline=form == "inline") as (running, _):
+        running.rank0.emitter = Computing()
+        running.rank0.run(20)
+        lines = running.envelopes()
+    asked = [line["cpu_c_ns"] for line in lines if "cpu_c_ns" in line]
+    assert asked
+    assert max(asked) < 10 * NS_PER_MS
 
 
 def test_a_lease_ends_a_millisecond_early_to_the_nanosecond(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
@@ -20,6 +20,7 @@ from real_runs import POLL_S, SOURCES
 
 LAUNCHER_END_S: Final = 60.0
 SERVE: Final = "ppstream.serve"
+NO_MORE: Final[Mapping[str, str]] = {}
 
 
 @contextmanager
@@ -31,6 +32,7 @@ def launched(
     *,
     config: str = CONFIG,
     module: str = SERVE,
+    environment: Mapping[str, str] = NO_MORE,
 ) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
     """Torchrun, and the mark by which its ranks are found; none of them outlives the block.
 
@@ -41,6 +43,7 @@ def launched(
         prefix: of the command, to run it elsewhere.
         config: as ``--config``.
         module: that each rank runs.
+        environment: variables besides this process's.
     """
     mark = secrets.token_hex(8)
     command = [*prefix, sys.executable, "-m", "torch.distributed.run", *launcher]
@@ -49,6 +52,7 @@ def launched(
         command += ["--set", setting]
     path = os.pathsep.join((*SOURCES, os.environ.get("PYTHONPATH", ""))).rstrip(os.pathsep)
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("RANK", "WORLD", "MASTER"))}
+    clean |= environment
     env = clean | {MARK: mark, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     with output.open("wb") as file:
         process = subprocess.Popen(command, env=env, stdout=file, stderr=file)

@@ -65,6 +65,7 @@ class SpreadRun(NamedTuple):
     hosts: tuple[Started, Started]
     scene: Scene
     form: SpreadForm
+    start: Callable[[int], Started]  # torchrun on a host, by its number
 
     def log(self, generation: int = 0) -> str:
         """Rank 0's log so far."""
@@ -127,15 +128,17 @@ class SpreadRun(NamedTuple):
 
 
 Check = Callable[[SpreadRun], None]
+#: Returns the run with other launchers, where it has started some.
+Fault = Callable[[SpreadRun], SpreadRun | None]
 
 
-def in_turn(*faults: Check) -> Check:
+def in_turn(*faults: Fault) -> Check:
     """Faults that a run survives by starting anew, one a generation; then it drains when asked."""
 
     def check(run: SpreadRun) -> None:
         at_ns = now_ns()
         for fault in faults:
-            fault(run)
+            run = fault(run) or run
         run.stop(dict.fromkeys(range(sum(run.form.ranks)), 0), at_ns)
 
     return check
@@ -226,6 +229,46 @@ def restarted(run: SpreadRun) -> None:
     _serves_again(run, generation)
 
 
+def counted_apart(run: SpreadRun) -> None:
+    """The other host's last rank is killed, and rank 0 has not noticed when its agent is told.
+
+    So one agent counts a restart, and the other one none: to it this is a change of hosts.
+    """
+    about = json.loads((run.folder / "latest" / "run.json").read_text())
+    rank0 = int(about["topology"]["ranks"][0]["pid"])
+    victim = rank_pids(run.hosts[1].mark)[sum(run.form.ranks) - 1]
+    generation, at_ns = run.generation, now_ns()
+    os.kill(rank0, signal.SIGSTOP)
+    try:
+        os.kill(victim, signal.SIGKILL)
+        until("rank 0's agent ends it", NOTICED_S, lambda: _has_pending(rank0, signal.SIGTERM))
+    finally:
+        os.kill(rank0, signal.SIGCONT)
+    run.safe(at_ns)
+    run.outcome.seen = "both hosts serve again"
+    _serves_again(run, generation)
+
+
+def replaced(run: SpreadRun) -> SpreadRun:
+    """The other host is lost with all its processes, and another torchrun joins in its place."""
+    generation, at_ns = run.generation, now_ns()
+    for pid in marked(run.hosts[1].mark):
+        os.kill(pid, signal.SIGKILL)
+    run.lost([0])
+    run.safe(at_ns)
+    run.outcome.seen = "rank 0 20, and serves again with the new host, whose torchrun counts from 0"
+    run = run._replace(hosts=(run.hosts[0], run.start(1)))
+    _serves_again(run, generation)
+    return run
+
+
+def _has_pending(pid: int, number: int) -> bool:
+    """True when a signal waits for a process that is stopped."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    found = next(line.split()[1] for line in lines if line.startswith("ShdPnd:"))
+    return bool(int(found, 16) >> (number - 1) & 1)
+
+
 @contextmanager
 def _still(host: Started) -> Iterator[None]:
     """Inside: all processes of a host are stopped."""
@@ -257,6 +300,7 @@ class HostFault(NamedTuple):
     check: Check
     bound_s: float | None = GONE_S
     rendezvous: Literal["static", "c10d"] = "c10d"
+    environment: tuple[tuple[str, str], ...] = ()
 
     def inject(self, folder: Path, outcome: FaultOutcome, module: str = SERVE) -> None:
         """Start a run whose ranks run ``module``, and inject the fault; times are not judged.
@@ -280,14 +324,17 @@ class HostFault(NamedTuple):
                     launcher += [f"--rdzv-endpoint={hosts[0].address}:{port}"]
                     launcher += [f"--rdzv-conf=is_host={int(node == 0)}"]
                     launcher += [f"--local-addr={host.address}", f"--max-restarts={RESTARTS}"]
-                output = folder / f"torchrun{node}.txt"
-                commands.append((output, launcher, self._settings(folder), host.prefix))
+                commands.append((launcher, self._settings(folder), host.prefix))
             with ExitStack() as stack:
-                started = [
-                    Started(*stack.enter_context(launched(*command, module=module)))
-                    for command in commands
-                ]
-                run = SpreadRun(folder, outcome, (started[0], started[1]), scene, self.form)
+                started: list[Started] = []
+
+                def start(node: int) -> Started:
+                    output, more = folder / f"torchrun{len(started)}.txt", dict(self.environment)
+                    launch = launched(output, *commands[node], module=module, environment=more)
+                    started.append(Started(*stack.enter_context(launch)))
+                    return started[-1]
+
+                run = SpreadRun(folder, outcome, (start(0), start(1)), scene, self.form, start)
                 if self.check is not refused:
                     scene.robot = scene.start_robot()
                     scene.wait_moving(READY_LIMIT_S)
@@ -310,6 +357,8 @@ class HostFault(NamedTuple):
         return [*here, *trusted, *self.form.settings]
 
 
+#: Each start has a store of its own: torchrun 2.13 tells a later host no address of a shared one.
+OWN_STORES: Final = (("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1"),)
 ENDS: Final = f"20 in {GONE_S:g} s"
 SERVE_AGAIN: Final = f"{ENDS}, then both hosts serve again"
 GOES_ON: Final = f"degraded in {GONE_S:g} s, the robot moves again"
@@ -358,6 +407,23 @@ FAULTS: Final = (
         "both hosts serve again",
         PIPELINE,
         in_turn(restarted),
+    ),
+    HostFault(
+        "host-restart-uncounted",
+        "BT44",
+        "the policy rank of two hosts is killed, and one host's torchrun counts no restart",
+        "both hosts serve again",
+        PIPELINE,
+        in_turn(counted_apart),
+    ),
+    HostFault(
+        "host-replaced",
+        "F21",
+        "the policy's host is lost, and another one joins in its place; torchrun with c10d",
+        SERVE_AGAIN,
+        PIPELINE,
+        in_turn(replaced),
+        environment=OWN_STORES,
     ),
     HostFault(
         "replica-cable-cut",
