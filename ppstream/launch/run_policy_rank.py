@@ -85,7 +85,7 @@ def run_back(config: PipelineConfig, end: rank_exit.RankEnd) -> str:
             config = auto_cut.follow_cut(config, store.rank, device, peer, course)
             placement = device_ranks.place_here(config, store.world_size)
             with course.step("the meeting of the mesh's ranks"):
-                mesh = open_mesh(config, store, peer)
+                mesh = open_mesh(config, store, peer, device)
             on_gpu: device_ranks.PreparedPolicy | None = None
             with course.step(f"the build of {config.policy.target}"):
                 run_id = end.run.run_id
