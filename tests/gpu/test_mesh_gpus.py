@@ -35,10 +35,16 @@ ACT = (
     "policy.target=ppstream_stages.act:build",
     f'policy.options={{{SHAPE}, streams=2, dtype="bfloat16"}}',
 )
-ACT_FLOAT32 = (ACT[0], ACT[1].replace("bfloat16", "float32"))
+#: Of one block each: ranks that share GPUs with other tests meet in few collectives.
+SMALL_ACT = (ACT[0], ACT[1].replace('bfloat16"', 'float32", encoder_blocks=1, decoder_blocks=1'))
 #: Counts its calls since a row's reset: eager, as its state is no memory that a graph keeps.
 MESHED = ("policy.target=mesh_policy:build", f"policy.options={{{SHAPE}}}", "policy.graph=false")
-CALM = ("bringup.warmup_max=60", "actions.lease_ms=5000", "log.keep=1")
+CALM = (
+    "bringup.warmup_max=20",
+    "bringup.standalone=5",
+    "actions.lease_ms=5000",
+    "log.keep=1",
+)
 SERVED = "service.duration_s=none"
 LONG = "bringup.envelopes=100000"  # there are envelopes until the fault comes
 APART = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}
@@ -105,8 +111,8 @@ def test_a_sharded_policy_equals_the_whole_one_called_and_replayed(
     [
         (ACT, TOGETHER, BFLOAT16),
         (MESHED, TOGETHER, 1e-5),
-        (ACT_FLOAT32, APART, FLOAT32),
-        ((*ACT_FLOAT32, "policy.graph=false"), TOGETHER, FLOAT32),
+        (SMALL_ACT, APART, FLOAT32),
+        ((*SMALL_ACT, "policy.graph=false"), TOGETHER, FLOAT32),
     ],
     ids=["graph", "eager with state", "graph over sockets", "eager"],
 )
@@ -178,7 +184,7 @@ def test_the_vla_is_served_by_a_mesh_behind_a_part_on_rank_0_s_gpu(tmp_path: Pat
 def test_no_rank_outlives_another_of_the_mesh(
     rank: int, env: dict[str, str], graph: str, how: int, tmp_path: Path
 ) -> None:
-    settings = (*ACT, *ON_GPUS, *CALM, SERVED, f"policy.graph={graph}")
+    settings = (*SMALL_ACT, *ON_GPUS, *CALM, SERVED, f"policy.graph={graph}")
     with Ranks(tmp_path, *settings, world_size=3, env=env) as run:
         run.wait_for_event("phase", LIMIT_S, phase="ready")
         ends = [other for other in run.processes if other is not run.processes[rank]]
@@ -233,13 +239,6 @@ def test_a_member_with_other_weights_is_refused_before_ready(tmp_path: Path) -> 
         reason = run.exits()["0"]["reason"]
         assert re.match(r"weights\.meshed\.shift: rank 1 has '\[1\] float32 .*, rank 2 has", reason)
         assert not [line for line in run.lines(0) if line.get("name") == "phase"]
-
-
-def test_one_gpu_for_two_ranks_of_a_mesh_is_refused(tmp_path: Path) -> None:
-    settings = (*ACT, 'placement.policy=["cuda:0", "cuda:0"]', "placement.mesh=2")
-    with Ranks(tmp_path, *settings, world_size=3) as run:
-        assert run.wait(LIMIT_S) == [11] * 3, run.output()
-        assert "want another GPU for each of its ranks" in run.exits()["0"]["reason"]
 
 
 def test_a_compiled_mesh_gives_the_same_actions(tmp_path: Path) -> None:
