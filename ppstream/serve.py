@@ -127,6 +127,7 @@ def _begun_before(root: Path, rank: int) -> tuple[Run | None, int]:
 
 def _run(config: PipelineConfig, end: RankEnd, run: Run | None) -> tuple[ExitCode, str]:
     """This rank from its first to its last act but leaving; ``run``: an earlier generation's."""
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
     try:
         on_signals(end.stop_early)
         ignore_cut_signal()
@@ -135,11 +136,11 @@ def _run(config: PipelineConfig, end: RankEnd, run: Run | None) -> tuple[ExitCod
             from ppstream.launch.run_rank0 import run_front
 
             run = run or Run.create(Path(config.log.root), config.log.keep)
-            reason = run_front(config, end, run, int(os.environ.get("WORLD_SIZE", "1")))
+            reason = run_front(config, end, run, world_size)
         else:
             from ppstream.launch.run_policy_rank import run_back
 
-            reason = run_back(config, end)
+            reason = run_back(config, end, world_size)
     except BaseException as error:  # noqa: BLE001 - the top of the process: say it, and leave
         ignore_signals()
         end.has_closed()

@@ -251,8 +251,12 @@ def _disagreements(run: RunLog) -> Iterator[str]:
         if isinstance(asked.get(name), int) and asked[name] != depth:
             yield f"run.json has topology.{name} {depth} and pipeline.{name} {asked[name]}"
     policy, where = devices.get("policy"), devices.get("parts")
-    if isinstance(policy, list) and len(policy) != topology.world_size - 1:
-        yield f"run.json has {topology.world_size} ranks and {len(policy)} devices for policy ranks"
+    ranks = topology.world_size
+    if isinstance(policy, list):
+        if policy != ["cpu"] * len(policy):  # which is a whole mesh's; a GPU is one rank's
+            ranks += len(topology.members)
+        if len(policy) != ranks - 1:
+            yield f"run.json has {ranks} ranks and {len(policy)} devices for policy ranks"
     found = cut if isinstance(cut, Mapping) else {}
     parts_of = topology.parts[: 1 + topology.places]  # replicas have the same ones
     names = [name for parts in parts_of for name in parts]

@@ -150,7 +150,7 @@ def _with_defaults(config: PipelineConfig, table: dict[str, Any]) -> PipelineCon
         devices = placement.policy * placement.replicas
         placement = msgspec.structs.replace(placement, policy=devices)
     if "d_in" not in table.get("pipeline", {}):
-        shape = msgspec.structs.replace(shape, d_in=1 + len(placement.policy))
+        shape = msgspec.structs.replace(shape, d_in=1 + placement.leaders)
     streams = config.streams
     if {placement.rank0, *placement.policy} == {"cpu"}:
         stated = ["dtype" in (stream.get("image") or {}) for stream in table["streams"]]

@@ -65,8 +65,8 @@ class PlacementConfig(Table, frozen=True):
     """Device of stages A and C, and of the policy's front parts. Set cuda:0 for windows cut on a
     GPU."""
     policy: Devices = ("cpu",)
-    """Device of each policy rank; one is a list of one. Set a list to cut the policy over several.
-    """
+    """Device of each policy rank; one is a list of one, and cpu stands for a whole mesh. Set a list
+    to cut the policy over several."""
     parts: tuple[Annotated[int, Meta(ge=0)], ...] | Literal["auto"] = ()
     """Place of each part, 0 being rank 0; auto times them at the start and takes the best cut. Set
     it for policies of several parts."""
@@ -79,8 +79,8 @@ class PlacementConfig(Table, frozen=True):
 
     @property
     def places(self) -> int:
-        """Places of policy ranks: replicas are one."""
-        return 1 if self.replicas > 1 else len(self.policy)
+        """Places of policy ranks: replicas are one, and so is a mesh."""
+        return 1 if self.replicas > 1 or self.mesh > 1 else len(self.policy)
 
     def place_of(self, rank: int) -> int:
         """The place whose parts a rank runs."""
@@ -93,23 +93,34 @@ class PlacementConfig(Table, frozen=True):
 
     mesh: Annotated[int, Meta(ge=1, le=16)] = 1
     """Ranks that compute the policy together, each with a shard of its weights; 1 is none. Set it
-    for a policy that does not fit one rank. With replicas each of them is so many ranks."""
+    for a policy that does not fit one rank; on GPUs list a device for each. With replicas each of
+    them is so many ranks."""
+
+    @property
+    def leaders(self) -> int:
+        """Policy ranks that envelopes pass; others are further members of their meshes."""
+        return self.replicas if self.mesh > 1 else len(self.policy)
 
     @property
     def ranks(self) -> int:
         """Ranks of a pipelined run, rank 0 among them."""
-        return 1 + len(self.policy) * self.mesh
+        return 1 + self.leaders * self.mesh
 
     def leader_of(self, rank: int) -> int:
         """The policy rank that leads the mesh of a policy rank: itself, but of other members."""
-        leaders = len(self.policy)
+        leaders = self.leaders
         is_leader = rank <= leaders or self.mesh == 1
         return rank if is_leader else 1 + (rank - leaders - 1) // (self.mesh - 1)
 
     def mesh_of(self, leader: int) -> tuple[int, ...]:
         """The ranks of a mesh, its leader first."""
-        first = 1 + len(self.policy) + (leader - 1) * (self.mesh - 1)
+        first = 1 + self.leaders + (leader - 1) * (self.mesh - 1)
         return leader, *range(first, first + self.mesh - 1)
+
+    def device_of(self, rank: int) -> str:
+        """The device of a policy rank; that of its leader where no others are listed."""
+        is_listed = len(self.policy) == self.leaders * self.mesh
+        return self.policy[(rank if is_listed else self.leader_of(rank)) - 1]
 
     @property
     def cut(self) -> tuple[int, ...]:

@@ -200,7 +200,7 @@ def _parameters(parts: Sequence[Policy]) -> int | None:
 
 def _device_lines(config: PipelineConfig, placement: Placement) -> Iterator[str]:
     """Yields the GPUs of the placement and what drives them; nothing without one."""
-    plans = [plan for plan in placement.ranks if plan.is_gpu]
+    plans = [plan for plan in (*placement.ranks, *placement.members) if plan.is_gpu]
     if not plans:
         return
     yield "\ndevices"
@@ -209,7 +209,7 @@ def _device_lines(config: PipelineConfig, placement: Placement) -> Iterator[str]
         if about is not None:
             memory = f"{size_text(about.memory_bytes)}, {about.capability}"
             yield _row(plan.device, f"{about.name}, {memory}, for rank {plan.rank}")
-    if len(plans) > 1:
+    if len(plans) > 1 and not placement.members:
         reached = "yes, both ways" if startup.peer_access(config) else "no"
         yield _row("peer access", reached)
     for name, text in startup.versions():

@@ -68,6 +68,8 @@ LINES_MAX: Final = 20  # differences that are told
 NO_WEIGHTS: Final[Mapping[str, str]] = {}
 TEST_HOOK_PREFIX: Final = "PPSTREAM_TEST_"
 
+_nccl: Final[Any] = torch.cuda.nccl  # torch does not annotate its methods
+
 
 def configuration_facts(config: PipelineConfig) -> dict[str, dict[str, Any]]:
     """This rank's resolved facts, by key class."""
@@ -103,6 +105,7 @@ def _mesh_facts() -> dict[str, Any]:
     return {
         "torch": version("torch"),
         "cuda": torch.version.cuda,
+        "nccl": ".".join(map(str, _nccl.version())) if torch.version.cuda else None,
         "driver": driver.read_text().partition("\n")[0] if driver.exists() else None,
         "cpu": torch.backends.cpu.get_cpu_capability(),  # kernels differ, and so do last bits
         "python": platform.python_version(),

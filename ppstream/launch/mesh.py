@@ -2,8 +2,9 @@
 
 With replicas each of them is a mesh of its own. Each purpose has a group of its own, made here in
 one order by every rank of a mesh: ``compute`` is torch's default group, for the policy's
-collectives; ``links/mesh.py`` has that of the envelopes. Rank 0 is in none. Who is alive is the
-heartbeats' business: no limit of a group ends a run.
+collectives, gloo's on CPUs and NCCL's on GPUs; ``links/mesh.py`` has that of the envelopes, which
+stay in host memory. Rank 0 is in none. Who is alive is the heartbeats' business: no limit of a
+group ends a run.
 """
 
 from __future__ import annotations
@@ -20,9 +21,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from ppstream.core.errors import PeerLostError
+from ppstream.cuda import startup
 from ppstream.links import mesh as mesh_links
+from ppstream.links import nccl
 
 if TYPE_CHECKING:
+    import torch
     from torch.distributed.device_mesh import DeviceMesh
 
     from ppstream.config.schema import PipelineConfig
@@ -34,6 +38,7 @@ if TYPE_CHECKING:
 
 DIMENSION: Final = "tensor"  # its name in the policy's mesh
 INTERFACE: Final = "GLOO_SOCKET_IFNAME"
+NCCL_INTERFACE: Final = "NCCL_SOCKET_IFNAME"  # "=" before a name: no other that begins so
 LOOPBACK: Final = "127.0.0.1"
 #: Where the bytes of an address stand in the system's ``sockaddr``, by its family.
 IPV4_BYTES: Final = slice(4, 8)
@@ -62,11 +67,20 @@ class Mesh(NamedTuple):
         return mesh_links.open_member(self.envelopes, rank0, shape)
 
 
-def open_mesh(config: PipelineConfig, store: LauncherStore, rank0: Peer) -> Mesh | None:
+def open_mesh(
+    config: PipelineConfig, store: LauncherStore, rank0: Peer, device: torch.device
+) -> Mesh | None:
     """Meets the other ranks of the mesh; None: every place is one rank.
 
+    Args:
+        config: of the run.
+        store: where they meet.
+        rank0: names the interface that they use.
+        device: of this rank; on a GPU CUDA starts.
+
     Raises:
-        PeerLostError: one of them did not come within ``liveness.start_s``.
+        ConfigError: there is no such device.
+        PeerLostError: one of them did not come within ``liveness.start_s``, or NCCL refuses.
     """
     size, limit_s = config.placement.mesh, config.liveness.start_s
     if size == 1:
@@ -74,25 +88,46 @@ def open_mesh(config: PipelineConfig, store: LauncherStore, rank0: Peer) -> Mesh
     # a host's own name may take a resolver seconds, and lead to an address that others cannot reach
     if name := interface_of(rank0.local_host or LOOPBACK):
         os.environ.setdefault(INTERFACE, name)
+        os.environ.setdefault(NCCL_INTERFACE, f"={name}")
     leader = config.placement.leader_of(store.rank)
     member = config.placement.mesh_of(leader).index(store.rank)
     store = store.within(f"mesh/{leader}")
     try:
-        dist.init_process_group(
-            "gloo",
-            store=dist.PrefixStore("compute", store.raw),  # type: ignore[attr-defined]
-            rank=member,
-            world_size=size,
-            timeout=timedelta(seconds=limit_s),
-        )
-        devices = init_device_mesh("cpu", (size,), mesh_dim_names=(DIMENSION,))
+        devices = _compute_group(store, member, size, device, limit_s)
     except RuntimeError as error:
-        text = str(error).partition("\n")[0]
         raise PeerLostError(
-            f"the {size} ranks of the mesh did not meet within {limit_s:g} s: {text}"
+            f"the {size} ranks of the mesh did not meet within {limit_s:g} s: {_words(error)}"
         ) from error
     envelopes = mesh_links.open_envelopes(store.raw, rank0, member, size, limit_s)
     return Mesh(member, size, devices, envelopes)
+
+
+def _compute_group(
+    store: LauncherStore, member: int, size: int, device: torch.device, limit_s: float
+) -> DeviceMesh:
+    """torch's default group of the mesh, and the mesh of its devices; connected on GPUs."""
+    backend, limit, bound_to = "gloo", timedelta(seconds=limit_s), None
+    if device.type == "cuda":
+        startup.start(device)
+        nccl.settle()
+        store.raw.set_timeout(limit)  # of the meeting; no collective's runs out
+        backend, limit, bound_to = "nccl", nccl.FOR_EVER, startup.started()
+    dist.init_process_group(
+        backend,
+        store=dist.PrefixStore("compute", store.raw),  # type: ignore[attr-defined]
+        rank=member,
+        world_size=size,
+        timeout=limit,
+        device_id=bound_to,
+    )
+    return init_device_mesh(device.type, (size,), mesh_dim_names=(DIMENSION,))
+
+
+def _words(error: RuntimeError) -> str:
+    """The first line; of NCCL all of them: the first one names a file of torch."""
+    text = str(error)
+    is_nccl = isinstance(error, dist.DistBackendError)
+    return " ".join((text if is_nccl else text.partition("\n")[0]).split())
 
 
 def interface_of(address: str) -> str | None:

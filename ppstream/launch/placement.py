@@ -99,14 +99,11 @@ def place(
     if world_size == 1:
         whole = RankPlan(0, ("A", "B", "C"), devices.policy[0])
         return Placement((whole,), None, "one rank runs every stage in turn")
-    policy_ranks = (RankPlan(k, ("B",), at) for k, at in enumerate(devices.policy, 1))
-    ranks = RankPlan(0, ("A", "C"), devices.rank0), *policy_ranks
-    members = tuple(
-        RankPlan(k, ("B",), devices.policy[devices.leader_of(k) - 1])
-        for k in range(len(ranks), most)
-    )
+    plans = [RankPlan(rank, ("B",), devices.device_of(rank)) for rank in range(1, most)]
+    ranks = RankPlan(0, ("A", "C"), devices.rank0), *plans[: devices.leaders]
+    members = tuple(plans[devices.leaders :])
     is_one_host = local_world_size >= world_size
-    if all(plan.is_gpu for plan in ranks):
+    if devices.mesh == 1 and all(plan.is_gpu for plan in ranks):
         who = "both GPUs" if most == 2 else f"all {most} GPUs"
         return Placement(
             ranks,
@@ -119,7 +116,10 @@ def place(
                 replicas=devices.replicas,
             ),
         )
-    _refuse_device_link(config.link, ranks, has_front_parts=0 in devices.cut)
+    if devices.mesh > 1:
+        _refuse_in_mesh(config, ranks[0], is_one_host=is_one_host)
+    else:
+        _refuse_device_link(config.link, ranks, has_front_parts=0 in devices.cut)
     return Placement(ranks, *_choose_link(config.link, most, is_one_host=is_one_host), members)
 
 
@@ -198,6 +198,31 @@ def _refuse_device_link(
             f"placement.rank0: got {ranks[0].device} beside a policy rank on the CPU, want 'cpu', "
             "CUDA devices for all of placement.policy, or parts of the policy on rank 0"
         )
+    if problems:
+        raise ConfigError(problems)
+
+
+def _refuse_in_mesh(config: PipelineConfig, rank0: RankPlan, *, is_one_host: bool) -> None:
+    """Refuses what ranks that compute a policy together cannot have; GPUs or none."""
+    devices, kind, problems = config.placement, config.link.kind, []
+    got = f"with placement.mesh = {devices.mesh}"
+    if kind in DEVICE_LINKS:
+        problems.append(
+            f"link.kind: got {kind!r} {got}, want 'auto' or 'gloo': ranks of a mesh take "
+            "envelopes from host memory"
+        )
+    if rank0.is_gpu and 0 not in devices.cut:
+        problems.append(
+            f"placement.rank0: got {rank0.device} {got}, want 'cpu', or parts of the policy on "
+            "rank 0: windows for a mesh are cut on a CPU"
+        )
+    for leader in range(1, devices.leaders + 1):
+        mesh = [devices.device_of(rank) for rank in devices.mesh_of(leader)]
+        if is_one_host and "cpu" not in mesh and len(set(mesh)) < len(mesh):
+            problems.append(
+                f"placement.policy: got {', '.join(mesh)} for the mesh that rank {leader} leads, "
+                "want another GPU for each of its ranks"
+            )
     if problems:
         raise ConfigError(problems)
 

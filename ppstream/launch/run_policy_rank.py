@@ -55,18 +55,18 @@ class Patience:
         return self._asked_ns is not None and now_ns() - self._asked_ns > self._limit_ns
 
 
-def run_back(config: PipelineConfig, end: rank_exit.RankEnd) -> str:
-    """A whole run on the policy rank; returns why it drained.
+def run_back(config: PipelineConfig, end: rank_exit.RankEnd, world_size: int) -> str:
+    """A whole run on a policy rank, one of ``world_size`` in all; returns why it drained.
 
     Raises:
         PpstreamError: what ended it otherwise; rank 0 was told, if it is there.
     """
     set_switch_interval()
     torch.set_grad_enabled(False)  # else graphs of all calls would hang on the outputs
+    placement = device_ranks.place_here(config, world_size)  # rank 0 that refuses hosts no store
     with ExitStack() as stack, end.closing():
         store = _join(config.liveness.handshake_s)
         end.generation = store.generation
-        placement = device_ranks.place_here(config, store.world_size)
         peer, end.run = handshake.introduce(config, store)
         stack.callback(peer.close)
         process = end.met(0, peer)
@@ -85,9 +85,9 @@ def run_back(config: PipelineConfig, end: rank_exit.RankEnd) -> str:
             ends = None if placement.is_member(store.rank) else connect(config, store, peer, stack)
             device = torch.device(placement.device_of(store.rank))
             config = auto_cut.follow_cut(config, store.rank, device, peer, course)
-            placement = device_ranks.place_here(config, store.world_size)
+            placement = device_ranks.place_here(config, world_size)
             with course.step("the meeting of the mesh's ranks"):
-                mesh = open_mesh(config, store, peer)
+                mesh = open_mesh(config, store, peer, device)
             on_gpu: device_ranks.PreparedPolicy | None = None
             with course.step(f"the build of {config.policy.target}"):
                 run_id = end.run.run_id

@@ -22,11 +22,12 @@ the robots rest. Both are told so:
 * ``TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING=0``: torch warns that messages of one group
   wait for each other, and advises a group for each direction, as there is.
 
-They are set whatever the environment says. The control socket's owner calls ``close``, which aborts
-both communicators at the same time: giving up one waits for the whole device, and so for kernels
-of the other, which nobody answers any more. An end whose peer was quicker may have torch print
-``raised the following async exception``: it looks every 100 ms whether what it sent is over, and a
-communicator broken by its peer looks the same at a close as at a crash.
+They are set whatever the environment says, for every NCCL group of a rank (``settle``). The
+control socket's owner calls ``close``, which aborts both communicators at the same time: giving up
+one waits for the whole device, and so for kernels of the other, which nobody answers any more. An
+end whose peer was quicker may have torch print ``raised the following async exception``: it looks
+every 100 ms whether what it sent is over, and a communicator broken by its peer looks the same at a
+close as at a crash.
 
 It costs the host some 100 µs an envelope, several times the ``peer`` link. It neither encrypts nor
 authenticates.
@@ -205,6 +206,12 @@ class NcclLink:
         self._incoming.recv([tensor], SENDER, 0).wait()
 
 
+def settle() -> None:
+    """Has no NCCL group end, or hold up, a rank by itself; before the first one is made."""
+    os.environ.update(SETTINGS)
+    nccl_dump.switch_on()
+
+
 def open_group(store: Store, name: str, rank: int, timeout: timedelta) -> Any:
     """Returns torch's group of two ranks, which is not connected yet.
 
@@ -214,8 +221,7 @@ def open_group(store: Store, name: str, rank: int, timeout: timedelta) -> Any:
         rank: ``SENDER`` or ``RECEIVER``.
         timeout: of its operations.
     """
-    os.environ.update(SETTINGS)
-    nccl_dump.switch_on()
+    settle()
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
     prefixed = dist.PrefixStore(f"nccl/{name}", store)  # type: ignore[attr-defined]

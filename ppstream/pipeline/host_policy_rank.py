@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING, Final
 
+from ppstream.control.watchdog import is_patient
 from ppstream.core.clock import NS_PER_MS, NS_PER_S, now_ns
 from ppstream.core.cpus import RunDelay, StageCost
 from ppstream.core.errors import PeerLostError
@@ -22,7 +23,7 @@ from ppstream.links.headers import (
 )
 from ppstream.observe import nvtx_ranges
 from ppstream.pipeline.keep_warm import KeepWarm
-from ppstream.pipeline.mesh_faults import is_lost_connection, waits_for_collective
+from ppstream.pipeline.mesh_faults import is_lost_connection, waits_for_collective, waits_for_gpu
 from ppstream.pipeline.policy_rank import PolicyRank
 from ppstream.pipeline.stage_b import StageB
 from ppstream.pipeline.time_accounting import LINK, TimeAccount
@@ -198,7 +199,10 @@ class HostPolicyRank(PolicyRank):
     def standstill_ns(self) -> int:
         """As ``PolicyRank``; who waits for another rank of a mesh is never named first."""
         limit_ns = super().standstill_ns
-        waits = self._is_in_mesh and waits_for_collective(self.mark.thread_id)
+        if not self._is_in_mesh:
+            return limit_ns
+        is_warm = not is_patient(self.phase, self.log.mode)  # before, graphs are being recorded
+        waits = waits_for_collective(self.mark.thread_id) or (is_warm and waits_for_gpu())
         return limit_ns + MESH_SPARE_NS * waits
 
     def close(self) -> None:

@@ -8,19 +8,30 @@ envelope, as with one rank; some of them for ``AGREE_NS`` is the end.
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
 
 from ppstream.core.clock import NS_PER_S
 from ppstream.core.errors import MeshSplitError
+from ppstream.cuda import startup
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 AGREE_NS: Final = NS_PER_S
-#: Words of gloo for a connection that broke; torch has no type for it.
-LOST: Final = ("gloo/transport", "Connection closed by peer", "Connection reset")
+#: Words of gloo and NCCL for a connection that broke; torch has no type for it.
+LOST: Final = (
+    "gloo/transport",
+    "Connection closed by peer",
+    "Connection reset",
+    "ncclRemoteError",
+    "NCCL communicator was aborted",
+)
 FRAMES: Final = 3  # innermost ones that are looked at
 COLLECTIVES: Final = ("torch/distributed/", "torchinductor")  # parts of the paths of their code
+
+_cuda: Final[Any] = torch.cuda  # torch does not annotate its methods
 
 
 def is_lost_connection(error: BaseException) -> bool:
@@ -36,6 +47,19 @@ def waits_for_collective(thread_id: int) -> bool:
         files.append(frame.f_code.co_filename)
         frame = frame.f_back
     return any(at in file for file in files for at in COLLECTIVES)
+
+
+def waits_for_gpu() -> bool:
+    """True while what a loop of host slots has queued on its GPU is not over; False on CPUs.
+
+    There a collective holds up the stream, and the thread wherever that waits for the stream.
+    """
+    if (device := startup.started()) is None:
+        return False
+    try:
+        return not _cuda.default_stream(device).query()
+    except RuntimeError:  # the device has failed: the thread itself will say so
+        return False
 
 
 class MeshFaults:

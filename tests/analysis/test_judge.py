@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from golden_runs import chain, ms, simulate
+from golden_runs import chain, ms, simulate, stages
 from judging import broken, judged, overlap, period_ms, published
 from live_pipeline import run_live
 
@@ -109,6 +109,33 @@ def test_a_topology_that_the_run_was_not_asked_for_contradicts_it(
     golden.manifest["config"] = PLACED | {k: v for k, v in changes.items() if k != "cut"}
     report = judge(golden.parse())
     assert report.verdict is (Verdict.INCONCLUSIVE if said else Verdict.PASS)
+    assert ("CONTRADICTED" in report.reasons) is bool(said)
+    assert any(said in sentence for sentence in report.statements)
+
+
+@pytest.mark.parametrize(
+    ("policy", "replicas", "members", "said"),
+    [
+        (["cpu"], 1, {2: 1}, ""),
+        (["cuda:0", "cuda:1"], 1, {2: 1}, ""),
+        (["cuda:0", "cuda:1", "cuda:2", "cuda:3"], 2, {3: 1, 4: 2}, ""),
+        (["cpu", "cpu"], 1, {2: 1}, "2 ranks and 2 devices for policy ranks"),
+        (["cuda:0"], 1, {2: 1}, "3 ranks and 1 devices for policy ranks"),
+        (["cuda:0", "cuda:1", "cuda:2"], 1, {2: 1}, "3 ranks and 3 devices for policy ranks"),
+        (["cuda:0", "cuda:1"], 1, {}, "2 ranks and 2 devices for policy ranks"),
+        (["cuda:0", "cuda:1"], 2, {3: 1, 4: 2}, "5 ranks and 2 devices for policy ranks"),
+    ],
+)
+def test_a_mesh_has_a_device_for_each_of_its_ranks_on_gpus(
+    policy: list[str], replicas: int, members: dict[int, int], said: str
+) -> None:
+    golden = simulate(stages(a=4, b=9, c=1, x=0.1), PipelineForm(d_in=3, replicas=replicas))
+    golden.manifest["config"] = {"placement": {"policy": policy}}
+    golden.manifest["topology"]["members"] = [
+        {"rank": rank, "device": policy[-1], "leader": leader} for rank, leader in members.items()
+    ]
+    report = judge(golden.parse())
+    assert report.verdict is (Verdict.INCONCLUSIVE if said else Verdict.PASS), report.statements
     assert ("CONTRADICTED" in report.reasons) is bool(said)
     assert any(said in sentence for sentence in report.statements)
 

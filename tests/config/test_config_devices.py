@@ -142,7 +142,8 @@ def test_replicas_may_be_meshes_and_the_places_of_a_chain_neither() -> None:
     ("setting", "says"),
     [
         ('placement.policy=["cpu", "cpu"]', "got 2 with 2 devices in placement.policy, want one"),
-        ("placement.policy=cuda:1", "got 2 with placement.policy on cuda:1, want 'cpu'"),
+        ("placement.policy=cuda:1", "got 2 with cuda:1 in placement.policy, want 2 CUDA devices"),
+        ('placement.policy=["cuda:0", "cpu"]', "got 2 with placement.policy on cpu and cuda, want"),
         ("placement.parts=auto", "got 2 with placement.parts = 'auto', want a list or none"),
         ("pipeline.keep_warm_ms=2", "got 2 with pipeline.keep_warm_ms, want none"),
         ("mode=attribution", "got 2 with mode = 'attribution', want 'throughput'"),
@@ -153,3 +154,32 @@ def test_what_does_not_go_with_a_mesh_is_one_problem(setting: str, says: str) ->
     assert len(found) == 1
     assert found[0].startswith(f"placement.mesh: {says}")
     assert not any("placement.mesh" in text for text in problems(setting))
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        (('["cuda:0", "cuda:1", "cuda:2"]',), "got 2 with cuda:0, cuda:1, cuda:2 in"),
+        (('["cuda:0", "cuda:1"]', "placement.replicas=2"), "want 4 CUDA devices: one for each"),
+        (('["cuda:0", "cuda:1"]', "placement.parts=[1, 2]"), "the places of a chain are one rank"),
+    ],
+)
+def test_a_mesh_of_gpus_wants_a_device_for_each_of_its_ranks(
+    settings: tuple[str, ...], says: str
+) -> None:
+    devices, *others = settings
+    (found,) = problems("placement.mesh=2", f"placement.policy={devices}", *others)
+    assert found.startswith("placement.mesh: got 2 with")
+    assert says in found
+
+
+def test_devices_of_meshes_are_listed_by_rank_leaders_first() -> None:
+    devices = 'placement.policy=["cuda:0", "cuda:2", "cuda:1", "cuda:3"]'
+    config = load.read(str(CONFIG), ("placement.mesh=2", "placement.replicas=2", devices))
+    placement = config.placement
+    assert [placement.mesh_of(leader) for leader in (1, 2)] == [(1, 3), (2, 4)]
+    assert [placement.device_of(rank) for rank in (1, 3, 2, 4)] == [f"cuda:{k}" for k in range(4)]
+    assert (placement.places, placement.ranks, config.pipeline.d_in) == (1, 5, 3)
+    on_cpus = load.read(str(CONFIG), ("placement.mesh=2", "placement.replicas=2"))
+    assert [on_cpus.placement.device_of(rank) for rank in range(1, 5)] == ["cpu"] * 4
+    assert (on_cpus.placement.ranks, on_cpus.pipeline.d_in) == (5, 3)

@@ -42,14 +42,19 @@ def shape(kind: str) -> LinkShape:
 
 
 def open_link(kind: str, side: str, store: LauncherStore, device: torch.device) -> Any:
-    """``peer-put`` and ``peer-copy`` send slots of any size so; ``nccl-short`` has a time-out."""
+    """``peer-put`` and ``peer-copy`` send slots of any size so; ``nccl-short`` has a time-out.
+
+    ``nccl-net`` is ``nccl`` with what the environment leaves it.
+    """
     if kind in ("peer-put", "peer-copy"):
         put_bytes = EVERY_SIZE if kind == "peer-put" else 0
         return PeerLink(side, store, shape(kind), device, WAIT_S, put_bytes=put_bytes)
     if kind == "nccl-short":
         short = timedelta(seconds=GROUP_S)
         return NcclLink(side, store.raw, shape(kind), device, WAIT_S, group_timeout=short)
-    return open_device(kind, side, store, shape(kind), device, timeout_s=WAIT_S)
+    return open_device(
+        kind.removesuffix("-net"), side, store, shape(kind), device, timeout_s=WAIT_S
+    )
 
 
 class End:

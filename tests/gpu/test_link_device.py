@@ -14,7 +14,9 @@ from ranks import environment_without_ranks, free_port
 END = Path(__file__).with_name("link_end.py")
 LIMIT_S = 60
 KILLED = -9
-KINDS = ("peer", "pinned", "nccl")
+KINDS = ("peer", "pinned", "nccl", "nccl-net")
+#: GPUs that reach each other over sockets alone, as those of two hosts.
+APART = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_SOCKET_IFNAME": "lo"}
 
 pytestmark = [
     pytest.mark.gpu,
@@ -30,7 +32,8 @@ def run_ends(scenario: str, kind: str) -> list[tuple[int, str]]:
     root = Path(__file__).parents[2]
     processes = []
     for rank in (0, 1):
-        environment = environment_without_ranks() | {
+        environment = environment_without_ranks() | (APART if kind == "nccl-net" else {})
+        environment |= {
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
             "WORLD_SIZE": "2",

@@ -457,3 +457,20 @@ def test_members_of_a_replica_s_mesh_are_listed_with_its_leader() -> None:
     for rank, leader in ((3, 1), (4, 1), (5, 2), (6, 2)):
         where = f"stage B on cpu, in the mesh that rank {leader} leads"
         assert f"rank {rank}           {where}" in text
+
+
+def test_gpus_of_a_mesh_are_listed_with_their_ranks(given: ModuleType, machine: Machine) -> None:
+    made = given.build
+    given.build = lambda options, device, mesh=None: made(options, device)
+    placement = {"policy": ["cuda:0", "cuda:1"], "mesh": 2}
+    text = describe(config(placement=placement), 3)
+    assert row(text, "cuda:1").endswith("for rank 2")
+    assert "rank 2 stage B on cuda:1, in the mesh that rank 1 leads" in " ".join(text.split())
+    assert row(text, "link").startswith("link host: all 3 ranks share one host")
+    assert "peer access" not in text  # NCCL's business
+    machine.gpus = 1
+    with pytest.raises(ConfigError) as caught:
+        describe(config(placement=placement), 3)
+    assert "placement.policy: got cuda:1, but this machine has 1 CUDA devices" in (
+        caught.value.problems
+    )

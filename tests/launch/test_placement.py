@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import pytest
 
@@ -185,3 +187,42 @@ def test_a_mesh_wants_all_of_its_ranks_or_runs_whole_on_one() -> None:
     assert meshed(1, 3).members == ()
     config = msgspec.structs.replace(CONFIG, placement=PlacementConfig(mesh=3))
     assert ranks_wanted(config) == 4
+
+
+def on_gpus(*devices: str, local: int = 3, kind: str = "auto", **placement: Any) -> Placement:
+    """A mesh of two ranks on these devices; peer access changes nothing of it."""
+    config = msgspec.structs.replace(
+        CONFIG,
+        placement=PlacementConfig(mesh=2, policy=devices, **placement),
+        link=LinkConfig(kind=kind, trusted_network=True),  # type: ignore[arg-type]
+    )
+    return place(config, 3, local, has_peer_access=True)
+
+
+def test_a_mesh_of_gpus_takes_its_envelopes_from_host_memory() -> None:
+    placement = on_gpus("cuda:0", "cuda:1")
+    assert [placement.device_of(rank) for rank in range(3)] == ["cpu", "cuda:0", "cuda:1"]
+    assert placement.members == (RankPlan(2, ("B",), "cuda:1"),)
+    assert (placement.link, placement.is_device_ordered) == ("host", False)
+    beside = on_gpus("cuda:0", "cuda:1", rank0="cuda:0", parts=(0, 1))
+    assert (beside.link, beside.is_device_ordered) == ("host", False)
+
+
+def test_ranks_of_a_mesh_share_no_gpu_of_one_host() -> None:
+    with pytest.raises(ConfigError, match="got cuda:0, cuda:0 for the mesh that rank 1 leads"):
+        on_gpus("cuda:0", "cuda:0")
+    assert on_gpus("cuda:0", "cuda:0", local=2).link == "gloo"
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"kind": "nccl"}, r"link\.kind: got 'nccl' with placement\.mesh = 2, want 'auto'"),
+        ({"rank0": "cuda:2"}, r"placement\.rank0: got cuda:2 with placement\.mesh = 2, want 'cpu'"),
+    ],
+)
+def test_links_and_windows_of_gpus_are_refused_in_a_mesh(
+    settings: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(ConfigError, match=says):
+        on_gpus("cuda:0", "cuda:1", **settings)

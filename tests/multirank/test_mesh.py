@@ -162,3 +162,10 @@ def test_a_policy_that_takes_no_mesh_is_one_clear_error(tmp_path: Path) -> None:
     with Ranks(tmp_path, *policy, *CALM, world_size=3) as run:
         assert run.wait(60) == [11] * 3, run.output()
         assert "mesh_policy:build_alone takes no mesh" in run.exits()["0"]["reason"]
+
+
+def test_one_gpu_for_two_ranks_of_a_mesh_is_refused_by_all(tmp_path: Path) -> None:
+    gpus = 'placement.policy=["cuda:0", "cuda:0"]', "placement.mesh=2"
+    with Ranks(tmp_path, *MESHED, *gpus, world_size=3) as run:
+        assert run.wait(60) == [11] * 3, run.output()
+        assert "want another GPU for each of its ranks" in run.output()

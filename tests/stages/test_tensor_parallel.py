@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from forked_process import ForkedProcess
-from safetensors.torch import load_file
+from sharded_rank import sharded
 
 from ppstream.core.errors import ConfigError
 from ppstream_stages.tensor_parallel import check_divides
 
-LIMIT_S = 100
 ACT = {
     "module": "ppstream_stages.act",
     "steps": 4,
@@ -48,23 +43,6 @@ VLA = {
     "dtype": "float32",
     "language_layers_per_part": 2,
 }
-
-
-def sharded(options: dict[str, Any], size: int, folder: Path) -> list[dict[str, torch.Tensor]]:
-    """Outputs of one rank alone, then of each rank of the mesh."""
-    ranks = [
-        ForkedProcess(
-            ["sharded_rank", json.dumps(options), str(folder)],
-            os.environ | {"RANK": str(rank), "WORLD_SIZE": str(size), "OMP_NUM_THREADS": "1"},
-            folder / f"output{rank}",
-        )
-        for rank in range(size)
-    ]
-    codes = [rank.wait(LIMIT_S) for rank in ranks]
-    told = "\n".join((folder / f"output{rank}").read_text() for rank in range(size))
-    assert codes == [0] * size, told
-    names = ["whole0", *(f"sharded{rank}" for rank in range(size))]
-    return [load_file(folder / f"{name}.safetensors") for name in names]
 
 
 @pytest.mark.multirank

@@ -28,10 +28,10 @@ class Meshed:
 
     name = "meshed"
 
-    def __init__(self, options: Mapping[str, Any], mesh: Any) -> None:
+    def __init__(self, options: Mapping[str, Any], device: torch.device, mesh: Any) -> None:
         self.inputs = (TensorSpec("state.values", (options["steps"], options["dim"])),)
         self.outputs = (TensorSpec("actions", (options["horizon"], options["action_dim"])),)
-        self._mesh = mesh
+        self._device, self._mesh = device, mesh
         self._fault = options.get("fault", "")
         self._is_faulty = os.environ.get("RANK") == FAULTY_RANK
         self._trigger = options.get("trigger", "")
@@ -43,6 +43,7 @@ class Meshed:
         for weight in self._net.parameters():
             weight.requires_grad_(requires_grad=False)
             weight.copy_(torch.randn(weight.shape, generator=generator) * 0.3)
+        self._net.to(device)
 
     def load(self) -> None:
         """Takes this rank's features of the middle."""
@@ -51,7 +52,7 @@ class Meshed:
             first = WIDTH // self._mesh.size() * self._mesh.get_local_rank()
             self._mine = slice(first, first + WIDTH // self._mesh.size())
             self._ranks = self._mesh.get_group()
-        self._shift = torch.zeros(1)
+        self._shift = torch.zeros(1, device=self._device)
         if self._fault == "weights" and self._is_faulty:
             self._shift += 0.5
 
@@ -75,7 +76,7 @@ class Meshed:
         elif self._fault and os.path.exists(self._trigger):
             self.fail()
         if self._calls is None:
-            self._calls = torch.zeros(len(values))
+            self._calls = torch.zeros(len(values), device=self._device)
         if not self.stateless:
             self._calls = self._calls + 1
         made = torch.tanh(self._computed(values) + self._shift) * 0.9
@@ -98,9 +99,9 @@ class Meshed:
 
 
 def build(options: Mapping[str, Any], device: torch.device, mesh: Any = None) -> Meshed:
-    return Meshed(options, mesh)
+    return Meshed(options, device, mesh)
 
 
 def build_alone(options: Mapping[str, Any], device: torch.device) -> Meshed:
     """Takes no mesh."""
-    return Meshed(options, None)
+    return Meshed(options, device, None)

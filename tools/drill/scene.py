@@ -107,7 +107,7 @@ class Scene:
             os.environ[MARK] = self._mark
             self._stack.callback(os.environ.pop, MARK)
             config = read(CONFIG, settings)
-            last = len(config.placement.policy)
+            last = config.placement.leaders
             self._answering = range(1, last + 1) if config.placement.replicas > 1 else (last,)
             pair = RankPair(self.folder, CONFIG, settings, world_size=config.placement.ranks)
             self.ranks = self._stack.enter_context(pair)
