@@ -1,4 +1,4 @@
-"""What only a real torchrun shows: its signals, its restarts, its store."""
+"""What only torchrun itself shows: its signals, its restarts, its store."""
 
 import json
 import os
@@ -20,8 +20,8 @@ pytestmark = [pytest.mark.multirank, pytest.mark.timeout(2 * LIMIT_S)]
 
 def torchrun(log_root: Path, *settings: str, options: tuple[str, ...] = ()) -> list[str]:
     """The module that torchrun is, and its arguments."""
-    launcher = ["torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}"]
-    launcher += options
+    launcher = ["forking_launcher", "torch.distributed.run"]
+    launcher += ["--nproc-per-node=2", f"--master-port={free_port()}", *options]
     module = ["-m", "ppstream.serve", "--config", str(CONFIG)]
     pairs = (f"log.root={log_root}", *settings)
     return [*launcher, *module, *(part for pair in pairs for part in ("--set", pair))]
