@@ -11,7 +11,7 @@ import profile_sweep
 import pytest
 from bench.profile_cells import SIZES, TokenDecoder, answer, step_of
 from profile_sweep import Worker, main
-from torch import device
+from torch import device, enable_grad
 
 TINY = ("--sizes", "tiny", "--contexts", "8", "16", "--device", "cpu", "--steps", "1")
 CPU = device("cpu")
@@ -46,7 +46,8 @@ class WorkerHere(Worker):
     """Measures in this process, which has imported what that takes."""
 
     def ask(self, **order: Any) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads(json.dumps(answer({"device": "cpu"} | order)))
+        with enable_grad():  # runs in this process may have turned it off
+            found: dict[str, Any] = json.loads(json.dumps(answer({"device": "cpu"} | order)))
         return found
 
 
