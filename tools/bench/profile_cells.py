@@ -319,7 +319,7 @@ def main() -> None:
 
 
 def answer(order: Mapping[str, Any]) -> dict[str, Any]:
-    """What was found for one line of standard input; its ``status`` says whether it was."""
+    """Returns the finding for one line of standard input; ``status`` tells how the order ended."""
     device = torch.device(order["device"])
     try:
         if "settings" in order:
