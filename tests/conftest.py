@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 os.environ["OMP_NUM_THREADS"] = "1"  # torch asks once; tests run beside each other
+os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # no pool of interpreters beside a compiler
 # A shell that starts them with & has them ignore Ctrl-C, and so would all that they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -183,8 +183,8 @@ class RankEnd:
     def met(self, rank: int, peer: Peer) -> HeldProcess | None:
         """This rank and ``rank`` have met; returns its process, if it is on this host."""
         self.peers[rank] = peer
-        if rank not in self.processes and (process := HeldProcess.at_end_of(peer.fileno())):
-            self.processes[rank] = process
+        if process := HeldProcess.at_end_of(peer.fileno()):
+            self.processes[rank] = process  # what was held before may be its guard by now
         return self.processes.get(rank)
 
     @property

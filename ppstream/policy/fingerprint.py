@@ -7,12 +7,12 @@ another piece: its layout is compared, and its bytes are the business of the fil
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from ppstream.policy.parts import name_of
 
@@ -40,7 +40,9 @@ def weights_fingerprint(parts: Sequence[Policy]) -> dict[str, str]:
 
 def _text(tensor: Tensor) -> str:
     layout = f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
-    if isinstance(tensor, DTensor):
+    # no tensor is sharded without that module, whose import takes long
+    sharded: Any = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
+    if isinstance(tensor, sharded):
         if any(not placement.is_replicate() for placement in tensor.placements):
             return f"{layout} {', '.join(map(str, tensor.placements))}"
         tensor = tensor.to_local()

@@ -13,19 +13,14 @@ from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    ParallelStyle,
-    RowwiseParallel,
-    parallelize_module,
-)
 
 from ppstream import ConfigError
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor.parallel import ParallelStyle
 
-Plan = dict[str, ParallelStyle]
+Plan = dict[str, "ParallelStyle"]
 
 
 class Shardable(Protocol):
@@ -40,6 +35,8 @@ def shard(network: nn.Module, mesh: DeviceMesh) -> None:
 
     The weights of the first rank of the mesh count.
     """
+    from torch.distributed.tensor.parallel import parallelize_module  # takes half a second
+
     for module in list(network.modules()):
         if hasattr(module, "shard_plan"):
             plan = cast("Shardable", module).shard_plan(mesh.size())
@@ -48,6 +45,8 @@ def shard(network: nn.Module, mesh: DeviceMesh) -> None:
 
 def plan_of(columns: Sequence[str], rows: Sequence[str]) -> Plan:
     """Styles of layers whose outputs are divided, and of those that sum over the ranks."""
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
     by_column: Plan = {name: ColwiseParallel() for name in columns}
     return by_column | {name: RowwiseParallel() for name in rows}
 

@@ -148,9 +148,7 @@ def test_a_new_stamp_is_one_line_in_one_file(
     declared_in: str, line: str, script: str, found: list[Any], tmp_path: Path
 ) -> None:
     """Declared in a copy of the package it stands in the files of the ranks, and is read."""
-    shutil.copytree(
-        ROOT / "ppstream", tmp_path / "ppstream", ignore=shutil.ignore_patterns("__pycache__")
-    )
+    shutil.copytree(ROOT / "ppstream", tmp_path / "ppstream")  # with its bytecode
     path = tmp_path / "ppstream/analysis/records.py"
     lines = path.read_text().splitlines()
     lines.insert(last_field(path.read_text(), declared_in), f"    {line}")

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 import pytest
 from recording_files import S, Samples, picture, with_camera, write_images, write_sqlite
-from resample_runs import command, resampled, settings, write_config, write_recording
+from resample_runs import command, settings, write_config, write_recording
 from robot_rig import wait_until
 from safetensors.numpy import load_file
 from stream_cases import MS, Input, config, stream
@@ -207,13 +207,17 @@ def test_a_folder_of_something_else_is_left_alone(
 
 @pytest.mark.parametrize("form", ["lerobot-v3", "safetensors"])
 def test_worker_processes_make_the_same_data_set(
-    form: str, recordings: list[Path], run: Path, tmp_path: Path
+    form: str,
+    recordings: list[Path],
+    run: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     words = (*recordings, "--format", form)
     assert make(run, tmp_path / "one", *words) == 0
-    done = resampled(run, tmp_path / "two", *words, "--jobs", "2")
-    assert done.returncode == 0, done.stderr
-    assert "windows" in done.stdout
+    capsys.readouterr()
+    assert make(run, tmp_path / "two", *words, "--jobs", "2") == 0
+    assert "windows" in capsys.readouterr().out
     for file in (tmp_path / "one").rglob("*"):
         if file.is_file() and ".resample" not in file.parts:
             other = tmp_path / "two" / file.relative_to(tmp_path / "one")
@@ -221,7 +225,11 @@ def test_worker_processes_make_the_same_data_set(
 
 
 def test_of_two_shards_one_is_killed_and_its_inputs_are_done_again_and_none_twice(
-    recordings: list[Path], run: Path, tmp_path: Path
+    recordings: list[Path],
+    run: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert make(run, tmp_path / "expected", *recordings) == 0
     out, kept = tmp_path / "out", recordings[3].read_bytes()
@@ -239,27 +247,31 @@ def test_of_two_shards_one_is_killed_and_its_inputs_are_done_again_and_none_twic
         killed.communicate()
     recordings[3].unlink()
     recordings[3].write_bytes(kept)
-    first = resampled(run, out, *recordings, RANK="0", WORLD_SIZE="2")
-    assert first.returncode == 0, first.stderr
-    assert "waits for other shards" in first.stdout
+    capsys.readouterr()
+    with monkeypatch.context() as torchrun:
+        torchrun.setenv("RANK", "0")
+        torchrun.setenv("WORLD_SIZE", "2")
+        assert make(run, out, *recordings) == 0
+    assert "waits for other shards" in capsys.readouterr().out
     assert not (out / "meta").exists()
-    again = resampled(run, out, *recordings, "--shard", "1/2")
-    assert again.returncode == 0, again.stderr
-    assert "resample: 1/2" in again.stderr
-    assert "resample: 2/2" not in again.stderr, "input 1 was done already"
-    assert f"{out}: complete" in again.stdout
+    assert make(run, out, *recordings, "--shard", "1/2") == 0
+    again = capsys.readouterr()
+    assert "resample: 1/2" in again.err
+    assert "resample: 2/2" not in again.err, "input 1 was done already"
+    assert f"{out}: complete" in again.out
     for file in (tmp_path / "expected").rglob("*.*"):
         if file.is_file() and ".resample" not in file.parts:
             assert file.read_bytes() == (out / file.relative_to(tmp_path / "expected")).read_bytes()
 
 
-def test_bad_shards_are_refused(run: Path, tmp_path: Path) -> None:
+def test_bad_shards_are_refused(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for text in ("2/2", "x", "1/"):
         with pytest.raises(SystemExit) as left:
             make(run, tmp_path / "out", tmp_path, "--shard", text)
         assert left.value.code == 2
-    done = resampled(run, tmp_path / "out", tmp_path, RANK="3", WORLD_SIZE="2")
-    assert done.returncode == ExitCode.CONFIG
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert make(run, tmp_path / "out", tmp_path) == ExitCode.CONFIG
 
 
 def test_a_stream_that_is_not_recorded_is_named(
@@ -415,6 +427,5 @@ def test_an_interrupted_job_says_so_and_goes_on(
     assert "goes on with what is missing" in said
     recordings[4].unlink()
     recordings[4].write_bytes(kept)
-    again = resampled(run, out, *recordings)
-    assert again.returncode == 0, again.stderr
+    assert make(run, out, *recordings) == 0
     assert set(frames_in(out)["episode_index"]) == set(range(COUNT))

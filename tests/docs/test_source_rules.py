@@ -56,7 +56,6 @@ MAY_IMPORT: Final = {
         "ppstream/links/nccl.py",
         "ppstream/launch/mesh.py",
         "ppstream/policy/compatibility.py",
-        "ppstream/policy/fingerprint.py",
         "stages/ppstream_stages/act.py",
         "stages/ppstream_stages/building.py",
         "stages/ppstream_stages/tensor_parallel.py",

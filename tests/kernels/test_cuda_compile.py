@@ -43,9 +43,10 @@ def nvrtc() -> None:
 @pytest.mark.parametrize(
     ("variant", "arch"),
     [
-        *product(VARIANTS, ARCHS),
-        *product(RARE, ("sm_75", "sm_90")),
-    ],  # float8: by hand, and by the GPU
+        *product(VARIANTS[:1], ARCHS),
+        *product(VARIANTS[1:], ("sm_75", "sm_80", "sm_100")),  # sm_90: conditions as for sm_100
+        *product(RARE, ("sm_75", "sm_90")),  # float8: by hand, and by the GPU
+    ],
 )
 def test_the_source_compiles_without_a_warning(variant: Variant, arch: str) -> None:
     compiled = compile_cubin(variant, arch)

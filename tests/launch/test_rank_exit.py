@@ -520,3 +520,24 @@ def test_a_stop_that_was_caught_while_a_rank_starts_stops_it_all_the_same() -> N
         for number, handler in handlers.items():
             signal.signal(number, handler)
     assert asked == ["SIGTERM"]
+
+
+CONNECTS = """
+import socket, sys
+connection = socket.socket(socket.AF_UNIX)
+connection.connect(sys.argv[1])
+sys.stdin.read()
+"""
+
+
+def test_the_process_that_a_rank_met_counts_and_not_one_that_has_become_its_guard(tmp_path):
+    end = RankEnd(0)
+    end.processes[1] = OtherProcess(leaves=False)  # as the lookout held it while it started
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "socket"))
+        listener.listen()
+        command = [sys.executable, "-c", CONNECTS, str(tmp_path / "socket")]
+        with subprocess.Popen(command, stdin=subprocess.PIPE) as rank:
+            peer = Peer(listener.accept()[0])
+            assert end.met(1, peer).pid == end.processes[1].pid == rank.pid
+            peer.close()

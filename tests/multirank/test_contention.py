@@ -35,7 +35,8 @@ def test_serial_depth_is_refused_with_30_also_when_its_log_is_forged(
 
 def test_speed_that_is_accepted_serves_and_ends_with_the_code_of_its_end(tmp_path: Path) -> None:
     accept = "bringup.accept=['LOW_OVERLAP', 'CONTENDED']"
-    with Ranks(tmp_path, *SERIAL, accept) as ranks:
+    enough = "bringup.envelopes=200", "bringup.standalone=30"
+    with Ranks(tmp_path, *SERIAL, accept, *enough) as ranks:
         assert ranks.wait(60) == [0, 0], ranks.output()
         (verdict,) = [line for line in ranks.lines(0) if line.get("name") == "verdict"]
     assert verdict["verdict"] == "FAIL"

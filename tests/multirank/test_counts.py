@@ -32,8 +32,8 @@ pytestmark = [
 
 BENCH = Path("bench")  # the configuration that the stages ship
 RATE_HZ = 50
-WARM = 50
-ASKED = 250
+WARM = 25
+ASKED = 150
 #: Of all three processes, the robot's own sleep included; reached: 23.5 to 24.2.
 CALLS_AN_ENVELOPE = 25.0
 SATURATED_S = 1.5

@@ -18,7 +18,10 @@ SERVE_ON = (
     "bringup.overlap_min=0",
     "bringup.accept=['NOTHING_TO_HIDE']",
 )
-LONG_STAGES = ("simulate.a_ms=6", "simulate.c_ms=6", "policy.options.b_ms=15")
+LONG_STAGES = (
+    *("simulate.a_ms=6", "simulate.c_ms=6", "policy.options.b_ms=15"),
+    "bringup.standalone=10",
+)
 #: How a rank words what it sees at once, and not only after a silence.
 DIED = "closed its control socket or died"
 

@@ -5,8 +5,10 @@ import secrets
 import subprocess
 import sys
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
+import real_runs
 from drill import fault_drill
 from drill import gpu as drill_gpu
 from drill import torchrun as drill_torchrun
@@ -16,11 +18,20 @@ from drill.launches import LaunchDrill
 from drill.live_logs import NOTHING_SENT
 from drill.processes import MARK, marked
 from drill.scene import Failed
+from forked_process import forked_popen
 
 pytestmark = pytest.mark.multirank
 
 
+@pytest.fixture
+def forked_ranks(monkeypatch):
+    """The drill's, without the seconds that an interpreter takes to import torch."""
+    starts = SimpleNamespace(Popen=forked_popen, TimeoutExpired=subprocess.TimeoutExpired)
+    monkeypatch.setattr(real_runs, "subprocess", starts)
+
+
 @pytest.mark.alone
+@pytest.mark.usefixtures("forked_ranks")
 def test_one_fault_of_each_mechanism_keeps_its_bounds(tmp_path):
     told = []
     outcomes = drill(QUICK, tmp_path, told.append)
@@ -76,6 +87,7 @@ def test_a_process_that_outlives_its_run_is_an_orphan(monkeypatch):
     assert drill_torchrun.no_orphans(mark) == "none"
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_ranks_that_differ_are_gone_without_orphans_and_sent_nothing(tmp_path):
     told = []
     (outcome,) = drill(["ranks-differ"], tmp_path, told.append)

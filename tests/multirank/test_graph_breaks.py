@@ -30,7 +30,8 @@ def broken(breaks: str, limit: int) -> tuple[str, ...]:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_policy_whose_graph_breaks_is_never_ready(world_size: int, tmp_path: Path) -> None:
-    with Ranks(tmp_path, *broken("branch", 0), world_size=world_size) as run:
+    settings, module = broken("branch", 0), "graphs_alone"
+    with Ranks(tmp_path, *settings, world_size=world_size, module=module) as run:
         assert run.wait() == [11] * world_size, run.output()
         for end in run.exits().values():
             assert "broke 1 graph of the policy, limit 0" in end["reason"]

@@ -6,13 +6,16 @@ have two, a generation each.
 
 from __future__ import annotations
 
-import os
+import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from drill import torchrun
 from drill.judging import OLDEST_MS, FaultOutcome
 from drill.two_host_network import is_possible
 from drill.two_hosts import FAULTS, HostFault, counted_apart, cut, frozen, in_turn, restarted
+from forked_process import forked_popen
 from ranks import UNGATED
 
 pytestmark = [
@@ -41,8 +44,8 @@ COUNTED_APART = NAMED["host-restart-uncounted"]._replace(check=in_turn(counted_a
 def test_a_run_over_two_hosts_ends_or_goes_on_as_it_must_and_its_robot_is_safe(
     fault: HostFault, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = (os.environ.get("PYTHONPATH"), str(Path(__file__).parents[1] / "support"))
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, found)))
+    starts = SimpleNamespace(Popen=forked_popen, TimeoutExpired=subprocess.TimeoutExpired)
+    monkeypatch.setattr(torchrun, "subprocess", starts)
     outcome = FaultOutcome(fault.name, fault.ids, fault.does, fault.expected)
     fault.inject(tmp_path, outcome, module=UNGATED)
     assert (outcome.ledger, outcome.orphans) == ("balances", "none")

@@ -35,7 +35,7 @@ class Launched:
 
     def __init__(self, folder: Path, *settings: str, options: tuple[str, ...] = ()) -> None:
         self.output = folder / "output"
-        command = ["ppstream.launch.commands", "run", str(CONFIG), *options]
+        command = ["forking_launcher", "ppstream.launch.commands", "run", str(CONFIG), *options]
         for setting in (f"log.root={folder}", *settings):
             command += ["--set", setting]
         path = f"{TOOLS}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"

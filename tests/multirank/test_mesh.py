@@ -145,8 +145,8 @@ def test_a_member_that_differs_is_refused_before_ready(
 
 
 def test_a_member_that_compiles_other_graphs_is_refused_before_ready(tmp_path: Path) -> None:
-    compiles = "policy.compile=true", "policy.graph_breaks_max=9"
-    with Ranks(tmp_path, *faulty("breaks"), *compiles, world_size=3) as run:
+    settings = *faulty("breaks"), "policy.compile=true", "policy.graph_breaks_max=9"
+    with Ranks(tmp_path, *settings, world_size=3, module="graphs_alone") as run:
         codes = run.wait(COMPILE_LIMIT_S)
         assert codes[0] == 10, (codes, run.output())
         assert set(codes) <= {10, 20, -signal.SIGKILL}

@@ -1,4 +1,4 @@
-"""What only a real torchrun shows: its signals, its restarts, its store."""
+"""What only torchrun itself shows: its signals, its restarts, its store."""
 
 import json
 import os
@@ -22,8 +22,8 @@ def torchrun(
     log_root: Path, *settings: str, options: tuple[str, ...] = (), module: str = SERVE
 ) -> list[str]:
     """The module that torchrun is, and its arguments; each rank runs ``module``."""
-    launcher = ["torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}"]
-    launcher += options
+    launcher = ["forking_launcher", "torch.distributed.run"]
+    launcher += ["--nproc-per-node=2", f"--master-port={free_port()}", *options]
     ranks = ["-m", module, "--config", str(CONFIG)]
     pairs = (f"log.root={log_root}", *settings)
     return [*launcher, *ranks, *(part for pair in pairs for part in ("--set", pair))]

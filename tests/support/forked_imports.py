@@ -18,7 +18,9 @@ NEEDED = [
     "ppstream.wire.zmq_auth",
     "ppstream_stages.simulated",
     "safetensors",
+    "torch._dynamo",
     "torch.distributed.run",
+    "torch.distributed.tensor.parallel",
     "torch.utils.flop_counter",
     "ungated",
 ]

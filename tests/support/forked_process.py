@@ -1,11 +1,12 @@
 """Programs of ours in processes forked from a server that has imported torch.
 
 The import takes two seconds. They are processes like any other, with their own arguments,
-environment and output; what ``python -m`` adds is tested with torchrun.
+environment and output; what ``python -m`` adds is tested with ``ppstream.start``.
 """
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import multiprocessing
 import os
@@ -18,8 +19,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
+from typing import IO, Any
+
+from drill.processes import MARK
 
 PRELOADED = ["forked_imports"]
+#: The longest environment that /proc/PID/environ of a forked process can tell.
+ROOM = {"ROOM": "." * 8192}
+ENV_START = 50 - 3  # field of /proc/PID/stat, counted behind the name
+NEW_NETWORK = 0x40000000  # CLONE_NEWNET
+LAUNCHERS = ("torch.distributed.run", "ppstream.launch.commands")
 
 
 class ForkedProcess:
@@ -32,6 +41,7 @@ class ForkedProcess:
         errors: the same of standard error, ``output`` unless given.
         own_session: gives the process a session and a process group of its own.
         folder: where it runs.
+        network: name of the network namespace that it enters.
     """
 
     def __init__(
@@ -43,9 +53,10 @@ class ForkedProcess:
         errors: Path | None = None,
         own_session: bool = False,
         folder: Path | None = None,
+        network: str = "",
     ) -> None:
         files = (str(output), str(errors or output))
-        arguments = (list(command), dict(environment), files, own_session, folder)
+        arguments = (list(command), dict(environment), files, own_session, folder, network)
         self._process = _context.Process(target=_run, args=arguments, daemon=True)
         with _server_finds_imports():
             self._process.start()
@@ -97,6 +108,63 @@ def run_forked(
         return subprocess.CompletedProcess(list(command), code, *texts)
 
 
+def forked_popen(
+    command: Sequence[str],
+    *,
+    env: Mapping[str, str] | None = None,
+    stdout: IO[Any],
+    stderr: IO[Any],
+) -> ForkedProcess:
+    """As ``subprocess.Popen`` of ``[ip netns exec NAME] python [-m] PROGRAM``, of a forked process.
+
+    Launchers fork their ranks, too.
+    """
+    at = command.index(sys.executable)
+    program = [word for word in command[at + 1 : at + 2] if word != "-m"] + [*command[at + 2 :]]
+    if program[0] in LAUNCHERS:
+        program.insert(0, "forking_launcher")
+    files = Path(stdout.name), Path(stderr.name)
+    network = command[at - 1] if at else ""
+    variables = os.environ if env is None else env
+    return ForkedProcess(program, variables, files[0], errors=files[1], network=network)
+
+
+def become(command: Sequence[str], environment: Mapping[str, str]) -> None:
+    """Runs a command in this process, which is a fork, to its end; may raise ``SystemExit``."""
+    os.environ.clear()
+    os.environ.update(environment)
+    _tell(environment)
+    program, *arguments = command
+    sys.argv = [program, *arguments]
+    if program.endswith(".py"):
+        sys.path.insert(0, str(Path(program).parent))
+        runpy.run_path(program, run_name="__main__")
+    else:
+        sys.exit(importlib.import_module(program).main(arguments))
+
+
+def _tell(environment: Mapping[str, str]) -> None:
+    """Has /proc/PID/environ, by which ranks are found, tell this environment.
+
+    It shows the memory that held the one with which the server's program began.
+    """
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    start, end = map(int, fields[ENV_START : ENV_START + 2])
+    text = b"".join(os.fsencode(f"{name}={value}\0") for name, value in environment.items())
+    if len(text) > end - start:
+        raise RuntimeError(f"an environment of {len(text)} bytes, room for {end - start}: see ROOM")
+    ctypes.memset(start, 0, end - start)
+    ctypes.memmove(start, text, len(text))
+
+
+def _enter(network: str) -> None:
+    """As ``ip netns exec``."""
+    library = ctypes.CDLL(None, use_errno=True)
+    with open(f"/run/netns/{network}") as file:
+        if library.setns(file.fileno(), NEW_NETWORK):
+            raise OSError(ctypes.get_errno(), f"cannot enter {network}")
+
+
 def _fork_server() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
@@ -108,6 +176,8 @@ def _server_finds_imports() -> Iterator[None]:
     """The server, which the first process starts, looks where this one does; torch asks it once."""
     before = dict(os.environ)
     os.environ |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    os.environ |= ROOM
+    os.environ.pop(MARK, None)  # it belongs to no drill, and outlives each
     try:
         yield
     finally:
@@ -121,24 +191,19 @@ def _run(
     files: tuple[str, str],
     own_session: bool,
     folder: Path | None,
+    network: str,
 ) -> None:
     """The life of the forked process."""
     if own_session:
         os.setsid()
+    if network:
+        _enter(network)
     for path, stream in zip(files, (sys.stdout, sys.stderr), strict=True):
         with open(path, "a") as file:
             os.dup2(file.fileno(), stream.fileno())
-    os.environ.clear()
-    os.environ.update(environment)
     if folder is not None:
         os.chdir(folder)
-    program, *arguments = command
-    sys.argv = [program, *arguments]
-    if program.endswith(".py"):
-        sys.path.insert(0, str(Path(program).parent))
-        runpy.run_path(program, run_name="__main__")
-    else:
-        sys.exit(importlib.import_module(program).main(arguments))
+    become(command, environment)
 
 
 _context = _fork_server()

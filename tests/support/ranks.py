@@ -22,6 +22,8 @@ END_LIMIT_S = 100
 #: take for ever to be warm, and stop a rank for longer than the audits bear.
 SERVE, UNGATED = "ppstream.serve", "ungated"
 SERVED: Final = "bringup.accept=['NOTHING_TO_HIDE', 'LOW_OVERLAP', 'CONTENDED']"
+#: Nor are its times measured: as few envelopes as there may be.
+BRIEF: Final = ("bringup.envelopes=100", "bringup.standalone=3", "bringup.warmup_max=60")
 #: One credit and no stage C: nothing overlaps, however busy the machine is.
 SERIAL: Final = ("pipeline.d_in=1", "simulate.a_ms=5", "simulate.c_ms=0", "policy.options.b_ms=6")
 #: Whoever does may be refused on a busy machine, rightly: so again.
@@ -72,8 +74,10 @@ class Ranks:
         self.processes = []
         for rank in range(world_size):
             mine = (*overrides, *(only or {}).get(rank, ()))
-            settings = [f"log.root={log_root}", *([] if judged else [SERVED]), *mine]
-            command = [module or (SERVE if judged else UNGATED), "--config", str(config)]
+            program = module or (SERVE if judged else UNGATED)
+            lenient = () if judged else (SERVED, *(() if program == SERVE else BRIEF))
+            settings = [f"log.root={log_root}", *lenient, *mine]
+            command = [program, "--config", str(config)]
             command += [part for setting in settings for part in ("--set", setting)]
             environment = os.environ | {
                 "RANK": str(rank),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -48,13 +47,12 @@ def command(config_file: Path, out: Path, *words: str | Path) -> list[str]:
     return [sys.executable, "-c", code, *map(str, (*options, *words))]
 
 
-def resampled(config_file: Path, out: Path, *words: str | Path, **environment: str) -> Any:
+def resampled(config_file: Path, out: Path, *words: str | Path) -> Any:
     """The finished process."""
     return subprocess.run(
         command(config_file, out, *words),
         capture_output=True,
         text=True,
         timeout=LIMIT_S,
-        env=os.environ | environment,
         check=False,
     )

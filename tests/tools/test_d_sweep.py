@@ -4,7 +4,6 @@ import json
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace
-from typing import IO, Any
 
 import d_sweep
 import pytest
@@ -20,7 +19,7 @@ from d_sweep_cells import (
     replica_cells,
     replica_targets,
 )
-from forked_process import ForkedProcess
+from forked_process import forked_popen
 
 
 def row(depth: int, period_ms: float, *, age_ms: float = 20.0, threads: str = "serial") -> SweepRow:
@@ -71,18 +70,12 @@ def test_replicas_are_measured_with_an_envelope_for_each_rank() -> None:
     assert target.reached == pytest.approx(1.04)
 
 
-def forked(command: list[str], *, env: dict[str, str], stdout: IO[str], stderr: IO[str]) -> Any:
-    """A rank as the tools start it, of a process that has imported torch."""
-    assert command[1] == "-m"
-    return ForkedProcess(command[2:], env, Path(stdout.name), errors=Path(stderr.name))
-
-
 @pytest.mark.multirank
 def test_sweep_goes_on_behind_a_cell_that_the_gate_refuses(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Without overlap bring-up ends with 30; both its runs and the plot must be there."""
-    starts = SimpleNamespace(Popen=forked, TimeoutExpired=subprocess.TimeoutExpired)
+    starts = SimpleNamespace(Popen=forked_popen, TimeoutExpired=subprocess.TimeoutExpired)
     monkeypatch.setattr(real_runs, "subprocess", starts)
     target, picture = tmp_path / "sweep.json", tmp_path / "sweep.svg"
     options = "--stages 2:2:0 --depths 1 --threads serial --envelopes 100"

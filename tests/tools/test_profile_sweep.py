@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import profile_sweep
 import pytest
-from bench.profile_cells import SIZES, TokenDecoder, step_of
+from bench.profile_cells import SIZES, TokenDecoder, answer, step_of
 from profile_sweep import Worker, main
-from torch import device
+from torch import device, enable_grad
 
 TINY = ("--sizes", "tiny", "--contexts", "8", "16", "--device", "cpu", "--steps", "1")
 CPU = device("cpu")
@@ -41,9 +42,19 @@ def measured(capsys: pytest.CaptureFixture[str]) -> list[str]:
     return re.findall(r"^\d+ of \d+  (.*)$", capsys.readouterr().out, re.MULTILINE)
 
 
+class WorkerHere(Worker):
+    """Measures in this process, which has imported what that takes."""
+
+    def ask(self, **order: Any) -> dict[str, Any]:
+        with enable_grad():  # runs in this process may have turned it off
+            found: dict[str, Any] = json.loads(json.dumps(answer({"device": "cpu"} | order)))
+        return found
+
+
 def test_each_cell_has_shares_and_is_kept_while_it_is_whole(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(profile_sweep, "Worker", WorkerHere)
     asked = [str(tmp_path), *TINY, "--kinds", "forward", "training", "--policies", "two_cameras"]
     names = [f"tiny-{context}-{kind}" for context in (8, 16) for kind in ("forward", "training")]
     assert main(asked) == 0

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 from plain_data import NUMBERS_AND_TEXTS, nested, same
@@ -123,6 +123,7 @@ def test_numbers_of_numpy_are_sent_as_plain_ones() -> None:
     assert same(decode(encode(given_)), {"a": 1.5, "b": 0.5, "c": 3, "d": True})
 
 
+@settings(max_examples=50)  # costly to draw
 @given(st.dictionaries(st.text(max_size=9), values, max_size=4))
 def test_what_is_encoded_is_read_back_in_dtype_shape_and_bytes(message: dict[str, Any]) -> None:
     assert same(message, decode(encode(message)))

@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 from plain_data import NUMBERS_AND_TEXTS, nested, same
@@ -82,6 +82,7 @@ def test_bytes_are_those_of_the_client(message: dict[str, Any], wanted: str) -> 
     assert encode(message).hex() == wanted
 
 
+@settings(max_examples=50)  # costly to draw
 @given(messages)
 def test_what_is_encoded_is_read_back_in_dtype_shape_and_bytes(message: dict[str, Any]) -> None:
     assert same(message, decode(encode(message)))

@@ -315,19 +315,22 @@ def main() -> None:
     os.dup2(2, 1)  # what libraries print is no answer
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0))))
     for line in sys.stdin:
-        order = json.loads(line)
-        device = torch.device(order["device"])
-        try:
-            if "settings" in order:
-                found = measure(order["settings"], Path(order["trace"]), device)
-            else:
-                found = {"peaks": peaks(device), "environment": environment(device)}
-            found |= {"status": "done"}
-        except torch.OutOfMemoryError as error:
-            found = {"status": "out of memory", "why": str(error).splitlines()[0]}
-        except ConfigError as error:
-            found = {"status": "refused", "why": "; ".join(error.problems)}
-        print(json.dumps(found), file=answers, flush=True)
+        print(json.dumps(answer(json.loads(line))), file=answers, flush=True)
+
+
+def answer(order: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the finding for one line of standard input; ``status`` tells how the order ended."""
+    device = torch.device(order["device"])
+    try:
+        if "settings" in order:
+            found = measure(order["settings"], Path(order["trace"]), device)
+        else:
+            found = {"peaks": peaks(device), "environment": environment(device)}
+    except torch.OutOfMemoryError as error:
+        return {"status": "out of memory", "why": str(error).splitlines()[0]}
+    except ConfigError as error:
+        return {"status": "refused", "why": "; ".join(error.problems)}
+    return found | {"status": "done"}
 
 
 if __name__ == "__main__":

@@ -94,17 +94,19 @@ def told_of_faults(
 
 
 @pytest.mark.parametrize(
-    ("front", "runs_ahead", "way"),  # each two of them; a kernel that sends knows the names
+    ("depth", "front", "runs_ahead", "way"),  # each two of them; a kernel that sends knows names
     [
-        (False, False, {}),
-        (False, True, {"puts": True}),
-        (True, False, {"puts": True}),
-        (True, True, {}),
-        (False, True, {"graphs": True}),  # of rank 0: what is relayed is copied
-        (True, False, {"graphs": True}),
+        (1, False, False, {}),
+        (1, False, True, {"puts": True}),
+        (1, True, False, {"graphs": True}),
+        (2, True, True, {}),
+        (2, True, False, {"puts": True}),
+        (2, False, True, {"graphs": True}),  # of rank 0: what is relayed is copied
+        (CHAIN + 1, False, False, {}),
+        (CHAIN + 1, False, True, {"puts": True}),
+        (CHAIN + 1, True, False, {"graphs": True}),
     ],
 )
-@pytest.mark.parametrize("depth", [1, 2, CHAIN + 1])
 def test_each_envelope_goes_through_every_place_in_order(
     build: Build, depth: int, way: dict[str, bool], runs_ahead: bool, front: bool
 ) -> None:
