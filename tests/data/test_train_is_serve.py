@@ -10,10 +10,17 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from camera_files import two_cameras, write_cameras
 from recording_files import Samples, made_recording, write_npz
 from stream_cases import MS, Input, at_ms, config, ramp, stream
 
-from ppstream.config.schema import PipelineConfig, RecordConfig, RecordedAs
+from ppstream.config.schema import (
+    ImageConfig,
+    PipelineConfig,
+    RecordConfig,
+    RecordedAs,
+    StreamConfig,
+)
 from ppstream.core.clock import now_ns
 from ppstream.data.cutting import BatchCutter
 from ppstream.data.episode import episodes_of
@@ -36,8 +43,8 @@ def served(path: Path, settings: PipelineConfig) -> list[dict[str, bytes]]:
         out = case.slot()
         ends_ns = source.window_ends_ns(window)
         case.cutter.cut(out, ends_ns, LEASE)
-        names = [n for n in out if n.endswith((".values", ".valid", ".age_s"))]
-        windows.append({n: out[n][0].numpy().tobytes() for n in names})
+        names = [n for n in out if n.endswith((".values", ".valid", ".age_s", ".frames"))]
+        windows.append({n: bits(out[n][0]) for n in names})
         windows[-1]["window_end_ns"] = np.int64(ends_ns[0]).tobytes()
     return windows
 
@@ -46,11 +53,16 @@ def trained(path: Path, settings: PipelineConfig) -> list[dict[str, bytes]]:
     """The same windows, offline."""
     recording = load_recording(path, settings.streams, settings.record.robot)
     (episode,) = episodes_of(path, recording.select(settings.streams), settings, "replay").episodes
+    cutter = BatchCutter(settings, shown=[camera.name for camera in settings.cameras])
     return [
-        {name: tensor[row].numpy().tobytes() for name, tensor in chunk.items()}
-        for chunk in BatchCutter(settings).chunks(episode)
+        {n: bits(tensor[row]) for n, tensor in chunk.items() if not n.endswith(".frame_index")}
+        for chunk in cutter.chunks(episode)
         for row in range(len(chunk["window_end_ns"]))
     ]
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def assert_same(path: Path, settings: PipelineConfig, least: int) -> None:
@@ -150,7 +162,41 @@ def test_more_samples_than_a_ring_keeps(tmp_path: Path) -> None:
     assert_same(tmp_path / "run.npz", config(slow, steps=40, dt_ms=5), 200)
 
 
-def write_run(folder: Path, settings: PipelineConfig, *, paced: bool) -> Path:
+@pytest.mark.parametrize("damaged", [(), (0, 1, 5, 11, 12)])
+def test_frames_of_another_software_s_cameras(tmp_path: Path, damaged: tuple[int, ...]) -> None:
+    write_cameras(tmp_path / "run.mcap", damaged=damaged)
+    assert_same(tmp_path / "run.mcap", two_cameras(), 40)
+
+
+def test_more_frames_than_a_ring_keeps(tmp_path: Path) -> None:
+    write_cameras(tmp_path / "run.mcap")
+    slow = [
+        msgspec.structs.replace(one, rate_hz=0.1, max_gap_ms=20_000)
+        for one in two_cameras().cameras
+    ]
+    settings = two_cameras(dt_ms=90)
+    arm = settings.streams[0]
+    assert_same(tmp_path / "run.mcap", msgspec.structs.replace(settings, streams=(arm, *slow)), 9)
+
+
+def test_cameras_alone(tmp_path: Path) -> None:
+    write_cameras(tmp_path / "run.mcap")
+    settings = two_cameras()
+    assert_same(
+        tmp_path / "run.mcap", msgspec.structs.replace(settings, streams=settings.cameras), 40
+    )
+
+
+@pytest.mark.parametrize("form", ["raw", "jpeg"])
+def test_frames_of_a_recorded_run(tmp_path: Path, form: str) -> None:
+    joints = stream("joints", dim=3, rate_hz=1000)
+    image = ImageConfig(height=9, width=14, frames=3, resize=(6, 5), dtype="float32")
+    settings = config(joints, StreamConfig(name="top", rate_hz=200, image=image), steps=2)
+    path = write_run(tmp_path, settings, paced=False, frames=form)
+    assert_same(path, settings, 35)
+
+
+def write_run(folder: Path, settings: PipelineConfig, *, paced: bool, frames: Any = "none") -> Path:
     """A run as rank 0 records it: windows cut now and then, and an episode that ended.
 
     ``paced``: samples come as far apart as their stamps; else all at once.
@@ -159,7 +205,8 @@ def write_run(folder: Path, settings: PipelineConfig, *, paced: bool) -> Path:
     from ppstream.recording.mcap_writer import open_recorder
 
     file = folder / "run.mcap"
-    case = Input(msgspec.structs.replace(settings, record=RecordConfig(file=str(file))))
+    record = RecordConfig(file=str(file), frames=frames)
+    case = Input(msgspec.structs.replace(settings, record=record))
     (row,) = case.rows
     row.open(1)
     recorder = open_recorder(case.config, "run")
@@ -173,6 +220,8 @@ def write_run(folder: Path, settings: PipelineConfig, *, paced: bool) -> Path:
             if number % (1 if one.rate_hz == 1000 else 5) == 0:
                 stamps = at_ms(5000 + number + rng.uniform(0, 0.5))
                 values = rng.normal(size=(1, one.dim)).astype(np.float32)
+                if one.image is not None:
+                    values = rng.integers(0, 256, (1, one.dim), np.uint8)
                 row.rings[one.name].append(stamps, values, came_ns)
         if number == 150:
             row.new_episode()
