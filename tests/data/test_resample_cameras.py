@@ -46,8 +46,8 @@ from ppstream.recording.mcap_writer import open_recorder
 pytest.importorskip("pyarrow")
 
 
-def own_recording(folder: Path) -> tuple[Path, PipelineConfig]:
-    """A run with 14 raw frames, the last of which no window on the grid of 10 ms has."""
+def own_recording(folder: Path, reset_at: int | None = None) -> tuple[Path, PipelineConfig]:
+    """A run with 14 raw frames, every 30 ms; ``reset_at`` is a step of 10 ms."""
     recorded = with_camera(settings(), 4, 6, file=str(folder / "run.mcap"), frames="raw")
     (row,) = Input(recorded).rows
     row.open(1)
@@ -55,6 +55,8 @@ def own_recording(folder: Path) -> tuple[Path, PipelineConfig]:
     assert recorder is not None
     recorder.tap([row])
     for step in range(40):
+        if step == reset_at:
+            row.new_episode()
         stamp_ns = S + 10 * MS * step
         for name, dim in (("arm", 3), ("gripper", 1)):
             sample = np.full((1, dim), step, np.float32)
@@ -86,6 +88,29 @@ def test_frames_of_an_own_recording_are_images_of_the_windows_that_have_them(
     for number, image in zip(numbers, found["observation.images.wrist"], strict=True):
         assert image["path"] is None
         assert opened(image["bytes"]).tobytes() == picture(4, 6, 3 * number).tobytes()
+
+
+@pytest.mark.parametrize("reset_at", [3, 20])
+def test_each_episode_of_a_recording_has_frames_of_its_own(tmp_path: Path, reset_at: int) -> None:
+    path, recorded = own_recording(tmp_path, reset_at)
+    run = write_config(tmp_path, recorded)
+    words = (path, "--content", "episodes")
+    assert make(run, tmp_path / "out", *words) == 0
+    found = frames_in(tmp_path / "out")
+    first = -(-reset_at // 3)  # frames of the first episode
+    places = [
+        number + (first if episode else 0)
+        for episode, number in zip(found["episode_index"], found["frame_index.wrist"], strict=True)
+    ]
+    expected = [picture(4, 6, 3 * place).tobytes() for place in places]
+    images = [opened(image["bytes"]).tobytes() for image in found["observation.images.wrist"]]
+    assert images == expected
+    assert {*places} == {*range(14)}
+    assert make(run, tmp_path / "plain", *words, "--format", "safetensors") == 0
+    tensors = load_file(tmp_path / "plain" / "000000.safetensors")
+    assert tensors["episode_index"].tolist() == found["episode_index"]
+    rows = tensors["wrist.pixels"][tensors["wrist.pixel_index"][:, 0]]
+    assert [row.tobytes() for row in rows] == expected
 
 
 def test_frames_may_stay_in_recordings_and_their_numbers_are_told(

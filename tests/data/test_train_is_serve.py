@@ -10,8 +10,17 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from camera_files import two_cameras, write_cameras
-from recording_files import Samples, made_recording, write_npz
+from camera_files import (
+    HEIGHT,
+    ORIGIN_NS,
+    WIDTH,
+    CameraFile,
+    arm,
+    camera,
+    two_cameras,
+    write_cameras,
+)
+from recording_files import Samples, made_recording, picture, write_npz
 from stream_cases import MS, Input, at_ms, config, ramp, stream
 
 from ppstream.config.schema import (
@@ -83,9 +92,9 @@ def recorded(name: str, topic: str, *fields: str, dim: int, rate_hz: float, **mo
 @pytest.mark.parametrize("steps", [1, 16, 100])
 def test_the_1_khz_arm(steps: int) -> None:
     assert DATA is not None
-    arm = [stream(name, dim=7) for name in ("q", "dq", "tau")]
+    joints = [stream(name, dim=7) for name in ("q", "dq", "tau")]
     pose = stream("ee_pose", dim=7, group="pose", interpolation="previous", max_gap_ms=2)
-    settings = config(*arm, pose, steps=steps, dt_ms=5)
+    settings = config(*joints, pose, steps=steps, dt_ms=5)
     assert_same(Path(DATA) / "franka_fr3_1khz.npy", settings, 1900)
 
 
@@ -168,15 +177,28 @@ def test_frames_of_another_software_s_cameras(tmp_path: Path, damaged: tuple[int
     assert_same(tmp_path / "run.mcap", two_cameras(), 40)
 
 
+def test_a_frame_of_the_moment_at_which_a_window_ends_is_in_it(tmp_path: Path) -> None:
+    path = tmp_path / "run.mcap"
+    with CameraFile(path) as file:
+        for number in range(30):
+            file.arm(ORIGIN_NS + number * 20 * MS, number, 1)
+            file.image("/top", ORIGIN_NS + number * 20 * MS, picture(HEIGHT, WIDTH, number))
+    settings = config(arm(), camera("top", "/top"), steps=2, dt_ms=20)
+    assert_same(path, settings, 30)
+    recording = load_recording(path, settings.streams).select(settings.streams)
+    (episode,) = episodes_of(path, recording, settings, "replay").episodes
+    (chunk,) = BatchCutter(settings).chunks(episode)
+    assert chunk["top.frame_index"][:, 0].tolist() == list(range(30))
+    assert not chunk["top.age_s"].any()
+
+
 def test_more_frames_than_a_ring_keeps(tmp_path: Path) -> None:
     write_cameras(tmp_path / "run.mcap")
-    slow = [
-        msgspec.structs.replace(one, rate_hz=0.1, max_gap_ms=20_000)
-        for one in two_cameras().cameras
-    ]
     settings = two_cameras(dt_ms=90)
-    arm = settings.streams[0]
-    assert_same(tmp_path / "run.mcap", msgspec.structs.replace(settings, streams=(arm, *slow)), 9)
+    joints, *cameras = settings.streams
+    slow = [msgspec.structs.replace(one, rate_hz=0.1, max_gap_ms=20_000) for one in cameras]
+    settings = msgspec.structs.replace(settings, streams=(joints, *slow))
+    assert_same(tmp_path / "run.mcap", settings, 9)
 
 
 def test_cameras_alone(tmp_path: Path) -> None:

@@ -145,7 +145,7 @@ def arm(**more: Any) -> StreamConfig:
 def two_cameras(**more: Any) -> PipelineConfig:
     """An arm, a raw camera and one of JPEGs whose newest two frames are read."""
     top = camera("top", "/top", resize=(8, 9), mean=(0.4, 0.5, 0.6), std=(0.2, 0.3, 0.4))
-    wrist = camera("wrist", "/wrist", frames=2, dtype="bfloat16")
+    wrist = camera("wrist", "/wrist", frames=2, dtype="bfloat16", mean=(0.3, 0.2, 0.1))
     return config(arm(), top, wrist, steps=3, **{"dt_ms": 20} | more)
 
 
