@@ -30,7 +30,8 @@ from robot_view_lockstep import record_lockstep
 
 from ppstream.core.clock import NS_PER_MS, NS_PER_S
 from ppstream.core.errors import ConfigError, ExitCode, PpstreamError
-from ppstream.recording.mcap_reader import EncodedMessage, read_mcap
+from ppstream.recording.mcap_messages import EncodedMessage
+from ppstream.recording.mcap_reader import read_mcap
 from ppstream_stages.cartpole.layout import ACTION_DT_NS, FALL_ANGLE_RAD, FALL_POSITION_M, HORIZON
 
 STREAM: Final = "encoder"  # cart position m, pole angle rad

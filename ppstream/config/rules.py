@@ -198,6 +198,8 @@ def _shape_problems(path: str, stream: StreamConfig) -> Iterator[str]:
             yield f"{path}.dim: missing, want the number of values per sample"
         if stream.dtype == "uint8":
             yield f"{path}.dtype: got uint8 without image, want float32 or float64"
+        if stream.recorded is not None and not stream.recorded.fields:
+            yield f"{path}.recorded.fields: missing, want the fields with its values"
         if stream.joints and len(stream.joints) != stream.dim:
             yield f"{path}.joints: got {len(stream.joints)} names, want {stream.dim}: one per value"
         elif (size := stream.dim * (8 if stream.dtype == "float64" else 4)) > MAX_SAMPLE_BYTES:

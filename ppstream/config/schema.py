@@ -78,8 +78,9 @@ class RecordedAs(Table, frozen=True, kw_only=True):
     topic: Text
     """Topic with the samples; of a ULog sensor_combined, or sensor_combined[1] for its second
     instance."""
-    fields: Annotated[tuple[Text, ...], Meta(min_length=1)]
-    """Values in order: pose.position.x, gyro_rad[0], or an array's name for all of it."""
+    fields: tuple[Text, ...] = ()
+    """Values in order: pose.position.x, gyro_rad[0], or an array's name for all of it. State them;
+    a camera has none, since a message is a frame."""
     stamp: Text | None = None
     """Field with each message's time; none takes header.stamp, else when it was logged. Set it
     where another field has the sensor's clock."""

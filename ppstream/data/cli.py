@@ -13,14 +13,11 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from ppstream.config.load import add_arguments, load
 from ppstream.core.errors import ConfigError, PpstreamError
+from ppstream.recording.load import FORMS
 
 if TYPE_CHECKING:
     from ppstream.data.job import InputRecord, JobEnd
 
-FORMS: Final = (
-    ".mcap, .npz, Franka .npy, PX4 .ulg, ROS 1 .bag, the folder of a ROS 2 bag or of a "
-    "LeRobotDataset v3, or a folder of such files"
-)
 INTERRUPTED: Final = 130  # exit code, as of any program that Ctrl-C ends
 SKIPPED: Final = 3  # exit code: the data set is there, without inputs that could not be read
 
@@ -40,7 +37,9 @@ def resample(arguments: argparse.Namespace) -> tuple[str, int]:
 
     config = load(arguments)
     inputs = find_inputs(arguments.inputs)
-    settings = DataSettings(config, arguments.format, arguments.content, arguments.task)
+    settings = DataSettings(
+        config, arguments.format, arguments.content, arguments.task, arguments.frames
+    )
     job = ResampleJob(arguments.out, inputs, settings)
     numbers = shard_of(inputs, *arguments.shard)
     jobs = arguments.jobs or min(os.cpu_count() or 1, len(numbers) or 1)
@@ -65,6 +64,8 @@ def summary(end: JobEnd, out: Path) -> str:
         lines.append(f"{'  invalid in ' + group:<22}{bad / max(1, total):>10.2%} of targets")
     if short := sum(record.too_short for record in whole):
         lines.append(f"{'too short stretches':<22}{short:>10}")
+    for topic, frames in _frames_written(whole).items():
+        lines.append(f"{'frames':<22}{frames:>10} of {topic}")
     for topic, frames in _frames_left(whole).items():
         lines.append(f"{'frames left out':<22}{frames:>10} of {topic}: they stay in the recordings")
     lines += [f"skipped {record.name}: {record.error}" for record in skipped]
@@ -83,6 +84,14 @@ def _invalid(records: Sequence[InputRecord]) -> dict[str, list[int]]:
             one[0] += bad
             one[1] += total
     return counts
+
+
+def _frames_written(records: Sequence[InputRecord]) -> Counter[str]:
+    """By topic, as ``_frames_left``."""
+    found: Counter[str] = Counter()
+    for record in records:
+        found.update((record.summary or {}).get("frames", {}))
+    return found
 
 
 def _frames_left(records: Sequence[InputRecord]) -> Counter[str]:
@@ -153,7 +162,13 @@ def _parser() -> argparse.ArgumentParser:
         description="Resample recordings to a data set, as a live run resamples its sensors.",
         epilog=f"Exit code {SKIPPED}: the data set is there, without inputs that were skipped.",
     )
-    parser.add_argument("inputs", metavar="IN", type=Path, nargs="+", help="recordings: " + FORMS)
+    parser.add_argument(
+        "inputs",
+        metavar="IN",
+        type=Path,
+        nargs="+",
+        help=f"recordings: {FORMS}; the folder of a LeRobotDataset v3; or a folder of such files",
+    )
     parser.add_argument("--out", type=Path, required=True, help="folder of the data set")
     parser.add_argument("--format", choices=("lerobot-v3", "safetensors"), default="lerobot-v3")
     parser.add_argument(
@@ -162,6 +177,13 @@ def _parser() -> argparse.ArgumentParser:
         default="windows",
         help="windows as a run cuts them live, or whole episodes at one rate, where each frame "
         "knows the samples behind it, too (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--frames",
+        choices=("write", "leave"),
+        default="write",
+        help="cameras' frames are a part of the data set, or stay in the recordings, and are named "
+        "by their numbers (default: %(default)s)",
     )
     parser.add_argument("--task", default="", help="task of inputs that name none")
     parser.add_argument("--jobs", type=_jobs, help="processes (default: one for each CPU)")

@@ -7,13 +7,14 @@ cuts; on a GPU within rounding.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 import torch
 
 from ppstream.core.clock import NS_PER_MS, NS_PER_S
+from ppstream.ingest.camera_frames import FrameWriter, camera_specs
 from ppstream.ingest.window import group_names, stream_source
 from ppstream_kernels import ResamplePlan, resample_streams
 
@@ -41,6 +42,7 @@ class RawBatch(NamedTuple):
 
     streams: dict[str, RawStream]
     ends_ns: Tensor  # [B] int64
+    pixels: dict[str, Tensor]  # by camera [B, n, height * width * 3] uint8; of no frame anything
     position: Tensor  # [3] int64: epoch, batch and index of the first window; of ``Windows``
 
 
@@ -50,15 +52,20 @@ class BatchCutter:
     Tensors of a batch are named as in an envelope: for each group g ``g.values [B, T, sum of D]``
     float32, ``g.valid [B, T, S]`` bool and ``g.age_s [B, T, S]`` float32; then
     ``window_end_ns [B]`` int64, and for each camera c with n frames ``c.frame_index [B, n]`` int64
-    (-1: none), ``c.valid [B, n]`` bool and ``c.age_s [B, n]`` float32.
+    (-1: none), ``c.valid [B, n]`` bool and ``c.age_s [B, n]`` float32; of those that are shown
+    ``c.frames [B, n, 3, H, W]``, as a policy reads them.
 
     Args:
         config: streams, groups and dt.
         steps: T, if not ``window.steps``.
+        shown: cameras whose frames are in a batch, too.
     """
 
-    def __init__(self, config: PipelineConfig, steps: int | None = None) -> None:
+    def __init__(
+        self, config: PipelineConfig, steps: int | None = None, shown: Collection[str] = ()
+    ) -> None:
         self._config = config
+        self._shown = shown
         self.steps = steps or config.window.steps
         dt_ns = round(config.window.dt_ms * NS_PER_MS)
         self._offsets_ns = torch.arange(1 - self.steps, 1) * dt_ns
@@ -71,14 +78,17 @@ class BatchCutter:
             picked: episodes, and numbers of windows in each; rows come in this order.
         """
         ends_ns = np.concatenate([episode.ends_ns[windows] for episode, windows in picked])
-        streams = {}
+        streams, pixels = {}, {}
         for stream in self._config.streams:
             parts = [(one.columns[stream.name], windows) for one, windows in picked]
             if stream.image is None:
                 streams[stream.name] = _samples(parts, len(ends_ns), stream.dim)
-            else:
-                streams[stream.name] = _frames(parts, ends_ns, stream.image.frames)
-        return RawBatch(streams, torch.from_numpy(ends_ns), torch.zeros(3, dtype=torch.int64))
+                continue
+            found = streams[stream.name] = _frames(parts, ends_ns, stream.image.frames)
+            if stream.name in self._shown:
+                pixels[stream.name] = _pixels(stream, picked, found.values.numpy())
+        position = torch.zeros(3, dtype=torch.int64)
+        return RawBatch(streams, torch.from_numpy(ends_ns), pixels, position)
 
     def cut(self, raw: RawBatch) -> dict[str, Tensor]:
         """Resamples a batch on the device where it is; freshly allocated."""
@@ -90,12 +100,17 @@ class BatchCutter:
             out |= dict(zip(group_names(group), self._resample(sources, targets_ns), strict=True))
         out["window_end_ns"] = ends_ns
         for camera in self._config.cameras:
-            out |= _frame_tensors(camera, raw.streams[camera.name], ends_ns)
+            found = raw.streams[camera.name]
+            if camera.name in raw.pixels:
+                out |= _written(camera, raw.pixels[camera.name], found.values >= 0)
+            out |= _frame_tensors(camera, found, ends_ns)
         return out
 
-    def chunks(self, episode: RecordedEpisode) -> Iterator[dict[str, Tensor]]:
-        """All windows of an episode in order, some at a time."""
-        most = max(1, CHUNK_VALUES // (self._width * self.steps))
+    def chunks(
+        self, episode: RecordedEpisode, most: int | None = None
+    ) -> Iterator[dict[str, Tensor]]:
+        """All windows of an episode in order, some at a time: ``most`` of them."""
+        most = min(max(1, CHUNK_VALUES // (self._width * self.steps)), most or episode.windows)
         for begin in range(0, episode.windows, most):
             numbers = np.arange(begin, min(begin + most, episode.windows))
             yield self.cut(self.raw([(episode, numbers)]))
@@ -118,7 +133,16 @@ def to_device(raw: RawBatch, device: torch.device) -> RawBatch:
         name: RawStream(*(tensor.to(device, non_blocking=True) for tensor in one))
         for name, one in raw.streams.items()
     }
-    return RawBatch(streams, raw.ends_ns.to(device, non_blocking=True), raw.position)
+    pixels = {name: one.to(device, non_blocking=True) for name, one in raw.pixels.items()}
+    return RawBatch(streams, raw.ends_ns.to(device, non_blocking=True), pixels, raw.position)
+
+
+def shown_frames(camera: StreamConfig, episode: RecordedEpisode) -> NDArray[np.int64]:
+    """Numbers ``[n]`` of the frames that an episode's windows have, rising."""
+    assert camera.image is not None
+    parts = [(episode.columns[camera.name], np.arange(episode.windows))]
+    numbers = np.unique(_frames(parts, episode.ends_ns, camera.image.frames).values.numpy())
+    return numbers[numbers >= 0]
 
 
 def _source(stream: StreamConfig, raw: RawStream) -> StreamSource:
@@ -164,6 +188,38 @@ def _frames(
             row += 1
     count = (numbers >= 0).sum(1)
     return RawStream(*map(torch.from_numpy, (numbers, stamps_ns, count)))
+
+
+def _pixels(
+    camera: StreamConfig,
+    picked: Sequence[tuple[RecordedEpisode, NDArray[np.int64]]],
+    numbers: NDArray[np.int64],
+) -> Tensor:
+    """Reads the frames of these numbers ``[B, n]``; each once, where windows share it."""
+    pixels = np.zeros((*numbers.shape, camera.dim), np.uint8)
+    row = 0
+    for episode, windows in picked:
+        part = slice(row, row + len(windows))
+        frames = episode.frames[camera.name]
+        for number in np.unique(numbers[part]):
+            if number >= 0:
+                pixels[part][numbers[part] == number] = frames.pixels(number).reshape(-1)
+        row += len(windows)
+    return torch.from_numpy(pixels)
+
+
+def _written(camera: StreamConfig, pixels: Tensor, is_there: Tensor) -> Mapping[str, Tensor]:
+    """One by one, as a run writes them: so the bits are the same."""
+    assert camera.image is not None
+    spec = camera_specs(camera)[0]
+    rows, frames, _ = pixels.shape
+    shape, dtype = (rows * frames, *spec.shape[1:]), getattr(torch, spec.dtype)
+    out = torch.empty(shape, dtype=dtype, device=pixels.device)
+    writer = FrameWriter(camera.image, pixels.device)
+    for one, written in zip(pixels.flatten(0, 1), out, strict=True):
+        writer.write(one, written)
+    out.masked_fill_(~is_there.flatten()[:, None, None, None], 0)
+    return {spec.name: out.view(rows, frames, *spec.shape[1:])}
 
 
 def _frame_tensors(camera: StreamConfig, raw: RawStream, ends_ns: Tensor) -> Mapping[str, Tensor]:

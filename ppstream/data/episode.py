@@ -49,6 +49,7 @@ class RecordedEpisode(NamedTuple):
 
     ends_ns: NDArray[np.int64]  # [W]
     columns: dict[str, SampleColumn]  # by stream
+    frames: dict[str, RecordedFrames]  # by camera whose frames can be read, as its track has them
 
     @property
     def windows(self) -> int:
@@ -116,12 +117,8 @@ def between_resets(recording: Recording) -> list[Recording]:
 
 def _part(track: Track, begin: int, end: int) -> Track:
     arrivals = None if track.arrivals_ns is None else track.arrivals_ns[begin:end]
-    values: NDArray[np.float32] | RecordedFrames
-    if isinstance(track.values, RecordedFrames):
-        whole = track.values
-        values = RecordedFrames(end - begin, whole.size, lambda n: whole[begin + n : begin + n + 1])
-    else:
-        values = track.values[begin:end]
+    frames = track.values
+    values = frames.part(begin, end) if isinstance(frames, RecordedFrames) else frames[begin:end]
     return Track(track.stamps_ns[begin:end], values, arrivals)
 
 
@@ -145,7 +142,12 @@ def _episode(
         if not len(one.numbers):  # a camera's older frames count, whatever the span
             begin, end = _needed(one.stamps_ns, begin, end, ends_ns - span_ns, ends_ns)
         columns[name] = one._replace(begin=begin, end=end)
-    return RecordedEpisode(ends_ns, columns)
+    frames = {
+        name: track.values
+        for name, track in recording.tracks.items()
+        if isinstance(track.values, RecordedFrames) and track.values.is_readable
+    }
+    return RecordedEpisode(ends_ns, columns, frames)
 
 
 def _is_taken_whole(track: Track) -> bool:

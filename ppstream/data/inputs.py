@@ -5,6 +5,7 @@ An input is the unit of work: it is read, resampled and written as a whole, or n
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
 
     from ppstream.config.schema import PipelineConfig
 
+logger = logging.getLogger("ppstream")
+
+NAMED: Final = 8  # of the files that are left out
 SUFFIXES: Final = (".mcap", ".npz", ".npy", ".ulg", ".bag")
 
 
@@ -42,7 +46,7 @@ class InputData(NamedTuple):
     frame_ns: NDArray[np.int64]  # [n], where tasks change; empty: one task
     tasks: list[str]  # [n]
     videos: dict[str, VideoSegment]  # by stream
-    frames_left: dict[str, int]  # that stay in the recording, by topic
+    frames: dict[str, int]  # of the recording, by topic
 
     def tasks_at(self, times_ns: NDArray[np.int64], task: str) -> list[str]:
         """The task of each time; ``task`` where the input names none."""
@@ -55,6 +59,8 @@ class InputData(NamedTuple):
 def find_inputs(paths: Iterable[str | Path]) -> list[DataInput]:
     """All inputs that the paths name, in order; of a plain folder the recordings in it.
 
+    A warning names what else is in such a folder.
+
     Raises:
         ConfigError: a path names none, or one input is named twice; with every problem found.
     """
@@ -64,8 +70,10 @@ def find_inputs(paths: Iterable[str | Path]) -> list[DataInput]:
         if is_lerobot_folder(path):
             found += [DataInput(path, number) for number in LeRobotFolder(path).episodes]
         elif path.is_dir() and not (path / "metadata.yaml").exists():
-            held = sorted(_recordings_in(path))
+            left: list[Path] = []
+            held = sorted(_recordings_in(path, left))
             found += map(DataInput, held)
+            _tell_left(path, left)
             if not held:
                 problems.append(
                     f"{path}: holds no recording, want {', '.join(SUFFIXES)} or a ROS 2 bag"
@@ -84,16 +92,31 @@ def find_inputs(paths: Iterable[str | Path]) -> list[DataInput]:
     return found
 
 
-def _recordings_in(folder: Path) -> Iterator[Path]:
-    """Files and ROS 2 bags, however deep; of a bag the folder, not the files in it."""
+def _recordings_in(folder: Path, left: list[Path]) -> Iterator[Path]:
+    """Files and ROS 2 bags, however deep; of a bag the folder, not the files in it.
+
+    What is none of them is added to ``left``.
+    """
     for one in folder.iterdir():
         if not one.is_dir():
             if one.suffix in SUFFIXES:
                 yield one
+            else:
+                left.append(one)
         elif (one / "metadata.yaml").exists():
             yield one
         elif not one.is_symlink():
-            yield from _recordings_in(one)
+            yield from _recordings_in(one, left)
+        else:
+            left.append(one)
+
+
+def _tell_left(folder: Path, left: Sequence[Path]) -> None:
+    if left:
+        names = ", ".join(sorted(str(one.relative_to(folder)) for one in left)[:NAMED])
+        more = f" and {len(left) - NAMED} more" if len(left) > NAMED else ""
+        text = "%s: %d left out, no recordings by name: %s%s"
+        logger.warning(text, folder, len(left), names, more)
 
 
 def shard_of(inputs: Sequence[DataInput], shard: int, shards: int) -> list[int]:

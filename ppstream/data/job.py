@@ -25,8 +25,16 @@ from typing import Any, Final, Literal, NamedTuple
 
 from ppstream.config.to_toml import as_toml
 from ppstream.core.errors import ConfigError, PeerLostError
+from ppstream.data.disk_space import size_text, writing
 from ppstream.data.inputs import DataInput
-from ppstream.data.outputs import DataPart, DataSettings, output_of, prepare
+from ppstream.data.outputs import (
+    DataPart,
+    DataSettings,
+    PreparedInput,
+    check_cameras,
+    output_of,
+    prepare,
+)
 
 STATE: Final = ".resample"  # in the output's folder
 JOB: Final = "job.json"
@@ -82,6 +90,9 @@ class ResampleJob:
             "config": as_toml(settings.config),
             "inputs": [one.name for one in inputs],
         }
+        if settings.config.cameras:
+            described["frames"] = settings.frames
+        check_cameras(inputs, settings)
         text = json.dumps(described, indent=1)
         self._digest = hashlib.sha256(text.encode()).hexdigest()
         job = self._state / JOB
@@ -114,6 +125,7 @@ class ResampleJob:
         Raises:
             ConfigError: with ``fail``, an input cannot be read; or none of all can.
             PeerLostError: a worker process died.
+            DataSetWriteError: the disk is full, or cannot be written; parts stay.
         """
         if self._is_complete():
             records = self._records()
@@ -183,8 +195,19 @@ class ResampleJob:
                 )
                 for record in whole
             ]
-            merging = self._state / "merging"
-            shutil.rmtree(merging, ignore_errors=True)
+            skipped = len(records) - len(whole)
+            with writing(self.out, lambda: self._unmerged(parts)):
+                self._merge_parts(parts, skipped)
+            if skipped == 0:  # else they are wanted again, once an input is mended
+                for part in parts:
+                    part.file.unlink(missing_ok=True)
+
+    def _merge_parts(self, parts: Sequence[DataPart], skipped: int) -> None:
+        for stale in self._state.glob("*.tmp"):  # of processes that were killed: all parts are here
+            stale.unlink(missing_ok=True)
+        merging = self._state / "merging"
+        shutil.rmtree(merging, ignore_errors=True)
+        try:
             merging.mkdir()
             self._output.merge(merging, parts)
             names = sorted(made.name for made in merging.iterdir())
@@ -193,34 +216,68 @@ class ResampleJob:
                 if old.is_dir():
                     shutil.rmtree(old)
                 os.replace(made, old)
-            skipped = len(records) - len(whole)
-            complete = {"digest": self._digest, "skipped": skipped, "made": names}
-            _replace(self._state / COMPLETE, json.dumps(complete))
-            if skipped == 0:  # else they are wanted again, once an input is mended
-                for part in parts:
-                    part.file.unlink(missing_ok=True)
+        finally:
+            shutil.rmtree(merging, ignore_errors=True)
+        complete = {"digest": self._digest, "skipped": skipped, "made": names}
+        _replace(self._state / COMPLETE, json.dumps(complete))
+
+    def _unmerged(self, parts: Sequence[DataPart]) -> str:
+        have = sum(part.file.stat().st_size for part in parts)
+        needed = self._output.merged_bytes(parts)
+        more = f", merging them needs about {size_text(needed)} more" if needed else ""
+        return f"all {len(parts)} inputs are written, {size_text(have)}{more}"
 
 
 def make_part(state: Path, number: int, one: DataInput, settings: DataSettings) -> InputRecord:
-    """Reads, resamples and writes one input, and records its end."""
-    output = output_of(settings)
-    file = _part_file(state, number, output.suffix)
-    scratch = file.with_suffix(f".{os.getpid()}.tmp")
+    """Reads, resamples and writes one input, and records its end.
+
+    Raises:
+        DataSetWriteError: it cannot be written, which is no fault of the input.
+    """
     seen = fingerprint(one.path)
     with _notes(one.path) as notes:
         try:
             prepared = prepare(one, settings)
-            summary = output.write(scratch, prepared)
         except (ConfigError, OSError) as error:
-            scratch.unlink(missing_ok=True)
-            text = " ".join(str(error).removeprefix(f"{one.path}: ").split())
-            record = InputRecord(number, one.name, seen, text, notes=tuple(notes))
+            record = InputRecord(number, one.name, seen, _text_of(error, one))
         else:
-            os.replace(scratch, file)
-            about = prepared.windows, prepared.too_short, tuple(notes)
-            record = InputRecord(number, one.name, seen, "", *about, summary, prepared.frames_left)
-    _replace(_record_file(state, number), json.dumps(record._asdict()))
+            with writing(state.parent, lambda: _parts_text(state)):
+                record = _written(state, number, one, prepared, settings)
+    record = record._replace(fingerprint=seen, notes=tuple(notes))
+    with writing(state.parent, lambda: _parts_text(state)):
+        _replace(_record_file(state, number), json.dumps(record._asdict()))
     return record
+
+
+def _written(
+    state: Path, number: int, one: DataInput, prepared: PreparedInput, settings: DataSettings
+) -> InputRecord:
+    output = output_of(settings)
+    file = _part_file(state, number, output.suffix)
+    scratch = file.with_suffix(f".{os.getpid()}.tmp")
+    try:
+        summary = output.write(scratch, prepared)
+        os.replace(scratch, file)
+    except ConfigError as error:  # of a frame, which is read only now
+        return InputRecord(number, one.name, [], _text_of(error, one))
+    finally:
+        scratch.unlink(missing_ok=True)
+    left = {t: n - summary["frames"].get(t, 0) for t, n in prepared.frames.items()}
+    return InputRecord(
+        *(number, one.name, [], "", prepared.windows, prepared.too_short),
+        summary=summary,
+        frames_left={topic: frames for topic, frames in left.items() if frames},
+    )
+
+
+def _text_of(error: Exception, one: DataInput) -> str:
+    return " ".join(str(error).removeprefix(f"{one.path}: ").split())
+
+
+def _parts_text(state: Path) -> str:
+    ends = [about for file in state.glob("[0-9]*.json") if (about := _read_state(file))]
+    written = sum(1 for about in ends if not about["error"])
+    return f"parts of {written} inputs are written, and stay"
 
 
 def fingerprint(path: Path) -> list[int]:

@@ -1,8 +1,9 @@
-"""LeRobotDataset v3: parquet of frames at one rate, its description, and videos as they were.
+"""LeRobotDataset v3: parquet of frames at one rate, its description, images, videos as they were.
 
 A group ``state`` becomes ``observation.state``, ``action`` becomes ``action``, another one
 ``observation.<group>``. Beside them stand ``valid.<group>`` and ``age_s.<group>``, by stream, and
-of a camera ``frame_index.<camera>``; LeRobot's policies read none of these.
+of a camera ``frame_index.<camera>``; LeRobot's policies read none of these. Frames of a camera that
+are in no video are ``observation.images.<camera>``, of each window the newest.
 """
 
 from __future__ import annotations
@@ -17,6 +18,13 @@ import numpy as np
 
 from ppstream.config.to_toml import as_toml
 from ppstream.core.clock import NS_PER_S
+from ppstream.data.lerobot_images import (
+    ImageColumn,
+    image_array,
+    image_features,
+    image_key,
+    image_statistics,
+)
 from ppstream.data.outputs import (
     DataPart,
     DataSettings,
@@ -68,6 +76,7 @@ class LeRobotOutput:
     def write(self, file: Path, one: PreparedInput) -> dict[str, Any]:
         statistics: dict[str, ColumnStatistics] = {}
         invalid: dict[str, list[int]] = {}
+        images = {camera.name: ImageColumn(camera) for camera in one.cameras}
         episodes = []
         writer = None
         try:
@@ -82,6 +91,9 @@ class LeRobotOutput:
                     columns |= self._numbers(frame, len(chunk["window_end_ns"]), number)
                     texts = each.tasks[frame : frame + len(columns["frame_index"])]
                     table = _table(columns, {"task": texts})
+                    for camera, column in images.items():
+                        found = image_array(column.images(number, each, chunk))
+                        table = table.append_column(image_key(camera), found)
                     writer = writer or self._pq.ParquetWriter(file, table.schema)
                     writer.write_table(table, row_group_size=len(table))
                     frame += len(table)
@@ -93,6 +105,8 @@ class LeRobotOutput:
             "episodes": episodes,
             "statistics": {name: each.as_dict() for name, each in statistics.items()},
             "invalid": invalid,
+            "images": {camera: column.about() for camera, column in images.items()},
+            "frames": {one.topic_of(camera): column.count for camera, column in images.items()},
         }
 
     def merge(self, folder: Path, parts: Sequence[DataPart]) -> None:
@@ -101,6 +115,7 @@ class LeRobotOutput:
         tasks: dict[str, int] = {}
         rows: list[dict[str, Any]] = []
         features: dict[str, Any] = {}
+        images = image_features(parts)
         with _Files(folder, DATA, DATA_MB, self._pq) as data:
             for part in parts:
                 begun = len(rows)
@@ -108,7 +123,7 @@ class LeRobotOutput:
                     if len(rows) == begun + number:  # an episode begins
                         rows.append(self._begin(part, number, rows, data))
                     row = rows[-1]
-                    columns = _arrays(table)
+                    columns = _arrays(table.drop_columns([*images]))
                     for name, each in bins.items():
                         each.add(columns[name])
                     features = features or self._features(columns)
@@ -121,12 +136,21 @@ class LeRobotOutput:
                     columns["episode_index"] = np.full(len(texts), len(rows) - 1)
                     columns["index"] = row["dataset_to_index"] + np.arange(len(texts))
                     row["dataset_to_index"] += len(texts)
-                    data.write(_table(columns, {}))
+                    whole = _table(columns, {})
+                    for name in images:
+                        whole = whole.append_column(name, table[name])
+                    data.write(whole)
         videos = _Videos(folder, parts)
         for row, found in zip(rows, _videos_of(parts), strict=True):
             row |= videos.copy(found)
         stats = {name: one.result() | bins[name].result() for name, one in statistics.items()}
-        self._describe(folder, rows, tasks, features | videos.features, stats | videos.stats)
+        stats |= videos.stats | image_statistics(parts)
+        self._describe(folder, rows, tasks, features | videos.features | images, stats)
+
+    def merged_bytes(self, parts: Sequence[DataPart]) -> int:
+        videos = {video["file"] for found in _videos_of(parts) for video in found}
+        files = [*(part.file for part in parts), *map(Path, videos)]
+        return sum(file.stat().st_size for file in files)
 
     def _columns(self, chunk: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
         columns = {}

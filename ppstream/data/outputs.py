@@ -4,22 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
 
 from ppstream.config.schema import PipelineConfig
+from ppstream.core.errors import ConfigError
 from ppstream.data.cutting import BatchCutter
 from ppstream.data.episode import Cut, RecordedEpisode, episodes_of
 from ppstream.data.inputs import DataInput, read_input
+from ppstream.recording.camera_images import need_jpeg
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from ppstream.config.schema import StreamConfig
     from ppstream.recording.lerobot_folder import VideoSegment
 
 Content = Literal["windows", "episodes"]
+Frames = Literal["write", "leave"]
+
+FRAMES_BYTES: Final = 32 << 20  # of pixels whose windows are cut at once
 
 
 class DataSettings(msgspec.Struct, frozen=True):
@@ -29,6 +35,7 @@ class DataSettings(msgspec.Struct, frozen=True):
     format: Literal["lerobot-v3", "safetensors"]
     content: Content
     task: str = ""
+    frames: Frames = "write"  # leave: in recordings, named by number
 
     @property
     def steps(self) -> int:
@@ -56,12 +63,19 @@ class PreparedInput(NamedTuple):
     episodes: list[PreparedEpisode]
     too_short: int
     cutter: BatchCutter
-    frames_left: dict[str, int]  # that stay in the recording, by topic
+    frames: dict[str, int]  # of the recording, by topic
+    cameras: tuple[StreamConfig, ...]  # whose frames are to be written
 
     def chunks(self, one: PreparedEpisode) -> Iterator[dict[str, NDArray[Any]]]:
         """Tensors of an episode's windows in order, some at a time."""
-        for chunk in self.cutter.chunks(one.episode):
+        pixels = sum(camera.dim for camera in self.cameras)
+        most = max(1, FRAMES_BYTES // pixels) if pixels else None
+        for chunk in self.cutter.chunks(one.episode, most):
             yield {name: tensor.numpy() for name, tensor in chunk.items()}
+
+    def topic_of(self, camera: str) -> str:
+        """Topic that a camera's frames have in the recording."""
+        return self.episodes[0].episode.frames[camera].topic
 
     @property
     def windows(self) -> int:
@@ -87,9 +101,12 @@ class OutputFormat(Protocol):
     def merge(self, folder: Path, parts: Sequence[DataPart]) -> None:
         """Writes the data set into an empty folder; parts stay."""
 
+    def merged_bytes(self, parts: Sequence[DataPart]) -> int:
+        """About the room that ``merge`` needs."""
+
 
 def prepare(one: DataInput, settings: DataSettings) -> PreparedInput:
-    """Reads an input. Raises ConfigError as ``read_input`` and ``episodes_of`` do."""
+    """Reads an input, except for frames. Raises ConfigError as its parts do."""
     source = read_input(one, settings.config)
     found = episodes_of(one.path, source.recording, settings.config, settings.cut, settings.steps)
     prepared = [
@@ -97,7 +114,27 @@ def prepare(one: DataInput, settings: DataSettings) -> PreparedInput:
         for each in found.episodes
     ]
     cutter = BatchCutter(settings.config, settings.steps)
-    return PreparedInput(prepared, found.too_short, cutter, source.frames_left)
+    cameras = tuple(
+        camera
+        for camera in settings.config.cameras
+        if settings.frames == "write" and all(camera.name in e.frames for e in found.episodes)
+    )
+    return PreparedInput(prepared, found.too_short, cutter, source.frames, cameras)
+
+
+def check_cameras(inputs: Sequence[DataInput], settings: DataSettings) -> None:
+    """Raises ConfigError where the inputs' frames cannot be written."""
+    if not settings.config.cameras or settings.frames == "leave":
+        return
+    videos = [one.name for one in inputs if one.episode is not None]
+    others = [one.name for one in inputs if one.episode is None]
+    if videos and others:
+        raise ConfigError(
+            [f"{videos[0]}: has frames in videos, and {others[0]} has not; make a data set of "
+             "each, or give --frames leave"]
+        )  # fmt: skip
+    if others and settings.format == "lerobot-v3":
+        need_jpeg("frames of a LeRobot data set")
 
 
 def output_of(settings: DataSettings) -> OutputFormat:

@@ -5,8 +5,10 @@ The library writes whole tensors from memory; an episode's windows may be larger
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
 import struct
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,7 +21,15 @@ from ppstream.core.errors import ConfigError
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-DTYPES: Final = {"F32": np.float32, "F64": np.float64, "I64": np.int64, "BOOL": np.bool_}
+    from ppstream.recording.recording import RecordedFrames
+
+DTYPES: Final = {
+    "F32": np.float32,
+    "F64": np.float64,
+    "I64": np.int64,
+    "BOOL": np.bool_,
+    "U8": np.uint8,
+}
 NAMES: Final = {np.dtype(dtype): name for name, dtype in DTYPES.items()}
 ALIGNMENT: Final = 8  # of the first tensor
 HEADER_MAX: Final = 100 << 20  # bytes, as the library allows
@@ -37,6 +47,9 @@ def create(
         path: of the file.
         tensors: dtype and shape by name.
         metadata: texts of the file.
+
+    Raises:
+        OSError: there is no room for it: a full disk would end the process that writes in place.
     """
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     at = 0
@@ -49,8 +62,15 @@ def create(
     text += b" " * (-len(text) % ALIGNMENT)
     with path.open("wb") as file:
         file.write(LENGTH.pack(len(text)) + text)
-        file.truncate(file.tell() + at)
+        file.flush()
+        _reserve(file.fileno(), file.tell() + at)
     return _mapped(path, header, LENGTH.size + len(text), "r+")
+
+
+def copy_frames(frames: RecordedFrames, numbers: NDArray[np.int64], out: NDArray[Any]) -> None:
+    """Copies the frames of these numbers ``[n]`` into ``out`` ``[n, height, width, 3]``."""
+    for row, number in enumerate(numbers):
+        out[row] = frames.pixels(int(number))
 
 
 def open_mapped(path: Path) -> tuple[dict[str, NDArray[Any]], dict[str, str]]:
@@ -68,6 +88,15 @@ def open_mapped(path: Path) -> tuple[dict[str, NDArray[Any]], dict[str, str]]:
         return _mapped(path, header, LENGTH.size + length, "r"), header.get("__metadata__", {})
     except (OSError, ValueError, KeyError, TypeError, struct.error) as error:
         raise ConfigError([f"{path}: cannot be read as safetensors: {error}"]) from error
+
+
+def _reserve(file: int, size: int) -> None:
+    try:
+        os.posix_fallocate(file, 0, size)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+            raise
+        os.ftruncate(file, size)  # a file system that reserves nothing
 
 
 def _mapped(path: Path, header: dict[str, Any], begin: int, mode: Any) -> dict[str, NDArray[Any]]:

@@ -11,10 +11,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
+from ppstream.config.schema import CHANNELS
+
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 QUANTILES: Final = (0.01, 0.1, 0.5, 0.9, 0.99)
+LEVELS: Final = 256  # of a pixel's value
 BINS: Final = 4096  # of the range of each column
 
 
@@ -104,6 +107,48 @@ class QuantileBins:
             value = np.minimum(np.maximum(value, self._low), self._high)
             found[f"q{round(share * 100):02d}"] = np.atleast_1d(value.reshape(self._shape)).tolist()
         return found
+
+
+class PixelStatistics:
+    """Counts of the values 0 to 255 of each channel: all that there is to know of them, exactly."""
+
+    def __init__(self) -> None:
+        self._frames = 0
+        self._counts = np.zeros((CHANNELS, LEVELS), np.int64)
+
+    def add(self, frame: NDArray[np.uint8]) -> None:
+        """Takes in a frame ``[height, width, 3]``."""
+        self._frames += 1
+        for channel, counts in enumerate(self._counts):
+            counts += np.bincount(frame[..., channel].ravel(), minlength=LEVELS)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON, and for ``merge``."""
+        return {"frames": self._frames, "counts": self._counts.tolist()}
+
+    def merge(self, other: dict[str, Any]) -> None:
+        """Takes in what another one's ``as_dict`` gave."""
+        self._frames += other["frames"]
+        self._counts += np.array(other["counts"], np.int64)
+
+    def result(self) -> dict[str, Any]:
+        """As ``stats.json`` has it: pixels scaled to 0..1, ``[3, 1, 1]``."""
+        values = np.arange(LEVELS) / (LEVELS - 1)
+        total = np.maximum(1, self._counts.sum(1))
+        mean = self._counts @ values / total
+        square = self._counts @ values**2 / total
+        below = self._counts.cumsum(1)
+        found = {
+            "min": values[(self._counts > 0).argmax(1)],
+            "max": values[LEVELS - 1 - (self._counts[:, ::-1] > 0).argmax(1)],
+            "mean": mean,
+            "std": np.sqrt(np.maximum(0, square - mean**2)),
+        }
+        for share in QUANTILES:
+            rank = share * total[:, None]
+            found[f"q{round(share * 100):02d}"] = values[(below >= rank).argmax(1)]
+        of_channels = {name: one.reshape(CHANNELS, 1, 1).tolist() for name, one in found.items()}
+        return of_channels | {"count": [self._frames]}
 
 
 def merged(parts: Sequence[dict[str, dict[str, Any]]]) -> dict[str, ColumnStatistics]:

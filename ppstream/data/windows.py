@@ -57,7 +57,10 @@ class Windows(IterableDataset[RawBatch]):
         seed: of the order.
         drop_last: leave out what is no whole batch, so that all ranks have as many batches.
         cut: ``replay`` has a scheduled replay's windows, bit for bit; see ``episode.py``.
-        cache: folder for decoded samples, which are mapped: for data larger than the memory.
+        cache: folder for decoded samples, which are mapped: for data larger than the memory. Frames
+            are decoded there, too, 0.9 MB each of 480 x 640; without it they are read from the
+            recordings whenever a batch has them.
+        frames: cameras' frames are in batches, where the recordings have them; else their numbers.
         rank: of ``world_size`` processes that share an epoch: no window is two ranks', and
             together they have all. Default: torchrun's ``RANK`` and ``WORLD_SIZE``.
         world_size: see ``rank``.
@@ -77,6 +80,7 @@ class Windows(IterableDataset[RawBatch]):
         drop_last: bool = False,
         cut: Cut = "replay",
         cache: str | Path | None = None,
+        frames: bool = True,
         rank: int | None = None,
         world_size: int | None = None,
     ) -> None:
@@ -90,12 +94,12 @@ class Windows(IterableDataset[RawBatch]):
             )  # fmt: skip
         inputs = find_inputs([paths] if isinstance(paths, str | Path) else paths)
         folder = None if cache is None else Path(cache)
-        found = load_columns(inputs, self.config, cut, folder)
+        found = load_columns(inputs, self.config, cut, folder, frames=frames)
         self._episodes: list[RecordedEpisode] = [one for episodes in found for one in episodes]
         counts = np.array([one.windows for one in self._episodes])
         self._behind: NDArray[np.int64] = counts.cumsum()  # number behind each episode's last
         self.windows = int(counts.sum())  # of all ranks
-        self._cutter = BatchCutter(self.config)
+        self._cutter = BatchCutter(self.config, shown=_shown(self._episodes))
         self._batch_size, self._shuffle, self._seed = batch_size, shuffle, seed
         self._drop_last = drop_last
         self._order = self._checksum()
@@ -192,3 +196,15 @@ class Windows(IterableDataset[RawBatch]):
         for episode in self._episodes:
             found = zlib.crc32(episode.ends_ns.tobytes(), found)
         return found
+
+
+def _shown(episodes: Sequence[RecordedEpisode]) -> list[str]:
+    """Cameras whose frames can be read; of all recordings, or of none."""
+    shown = {camera for one in episodes for camera in one.frames}
+    parted = [camera for camera in shown if any(camera not in one.frames for one in episodes)]
+    if parted:
+        raise ConfigError(
+            [f"frames of {', '.join(sorted(parted))} can be read of some recordings, and of others "
+             "are in videos; want either, or frames=False"]
+        )  # fmt: skip
+    return sorted(shown)

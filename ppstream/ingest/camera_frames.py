@@ -67,17 +67,40 @@ def affine(image: ImageConfig) -> Affine:
     )
 
 
+class FrameWriter:
+    """Makes of a frame's pixels what a policy reads.
+
+    Args:
+        image: of the camera.
+        device: of the pixels and of what is written.
+    """
+
+    def __init__(self, image: ImageConfig, device: torch.device | str = "cpu") -> None:
+        self._image = image
+        scale, shift = affine(image)
+        self._scale = torch.tensor(scale, device=device).view(CHANNELS, 1, 1)
+        self._shift = torch.tensor(shift, device=device).view(CHANNELS, 1, 1)
+
+    def write(self, pixels: Tensor, out_CHW: Tensor) -> None:
+        """Writes one frame, whose pixels are ``[height * width * 3]`` uint8."""
+        image = self._image
+        frame_CHW = pixels.view(image.height, image.width, CHANNELS).permute(2, 0, 1).float()
+        if image.size != (image.height, image.width):
+            frame_CHW = torch.nn.functional.interpolate(
+                frame_CHW[None], image.size, mode="bilinear", align_corners=False
+            )[0]
+        out_CHW.copy_(frame_CHW.mul(self._scale).add_(self._shift))
+
+
 class CameraCutter:
     """Writes one camera's tensors for one row at a time, on the CPU."""
 
     def __init__(self, stream: StreamConfig, bank: RingBank) -> None:
-        self._image = image = _image(stream)
+        self._wanted = (image := _image(stream)).frames
         self._names = camera_names(stream)
         self._max_age_ns = round(stream.max_age_ms * NS_PER_MS)
         self._bank = bank
-        scale, shift = affine(image)
-        self._scale = torch.tensor(scale).view(CHANNELS, 1, 1)
-        self._shift = torch.tensor(shift).view(CHANNELS, 1, 1)
+        self._writer = FrameWriter(image)
 
     def cut(
         self, out: Mapping[str, Tensor], row: int, ring: SensorRing, end_ns: int | None
@@ -85,7 +108,7 @@ class CameraCutter:
         """Write the row's frames as of ``end_ns``, robot clock; None: there are none."""
         frames, valid, age_s = (out[name][row] for name in self._names)
         newest = -1 if end_ns is None else self._newest(row, ring, end_ns)
-        wanted = self._image.frames
+        wanted = self._wanted
         for position in range(wanted):
             number = newest - (wanted - 1 - position)
             if end_ns is None or number < ring.accepted - ring.count:
@@ -93,7 +116,7 @@ class CameraCutter:
                 valid[position], age_s[position] = False, 0.0
                 continue
             slot = number % self._bank.capacity
-            self._write(self._bank.values[row, slot], frames[position])
+            self._writer.write(self._bank.values[row, slot], frames[position])
             age_ns = end_ns - int(self._bank.stamps_ns[row, slot])
             valid[position] = age_ns <= self._max_age_ns
             age_s[position] = age_ns / NS_PER_S
@@ -106,15 +129,6 @@ class CameraCutter:
         while number >= oldest and int(stamps_ns[number % self._bank.capacity]) > end_ns:
             number -= 1
         return number
-
-    def _write(self, pixels: Tensor, out_CHW: Tensor) -> None:
-        image = self._image
-        frame_CHW = pixels.view(image.height, image.width, CHANNELS).permute(2, 0, 1).float()
-        if image.size != (image.height, image.width):
-            frame_CHW = torch.nn.functional.interpolate(
-                frame_CHW[None], image.size, mode="bilinear", align_corners=False
-            )[0]
-        out_CHW.copy_(frame_CHW.mul(self._scale).add_(self._shift))
 
 
 def _image(stream: StreamConfig) -> ImageConfig:

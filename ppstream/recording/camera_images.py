@@ -7,6 +7,7 @@ frame is made piece by piece: a loop of this process may be waiting for the inte
 from __future__ import annotations
 
 import binascii
+from io import BytesIO
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 import msgspec
@@ -15,6 +16,7 @@ import numpy as np
 from ppstream.config.schema import CHANNELS
 from ppstream.core.clock import NS_PER_S
 from ppstream.core.errors import ConfigError
+from ppstream.recording.image_messages import check_encoded
 from ppstream.recording.mcap_schema import FOXGLOVE, CompressedImage, Image, RawImage, Time
 from ppstream.wire import jpeg
 
@@ -29,6 +31,7 @@ Form = Literal["jpeg", "raw", "preview"]
 
 JPEG: Final = "jpeg"
 RGB: Final = "rgb8"
+PNG_LEVEL: Final = 1  # of 9
 PREVIEW_SIDE: Final = 320  # pixels of a live view's frame at most
 PIECE_BYTES: Final = 3 << 14  # of pixels to base64 at once; 3 bytes are 4 characters
 END_OF_DATA: Final = b'"}'  # of an encoded image, whose last field are its data
@@ -101,26 +104,46 @@ def image_facts(schema: str, data: bytes) -> ImageFacts:
     return ImageFacts(stamp_ns, (height, width))
 
 
-def pixels_of(schema: str, data: bytes, size: tuple[int, int]) -> NDArray[np.uint8]:
-    """Pixels ``[height * width * 3]`` uint8 RGB of an image of that height and width.
+class OwnImages(NamedTuple):
+    """Decodes the images of one camera; those of ``image_facts``'s forms."""
 
-    Raises:
-        ValueError: it is none.
-    """
-    image = _decoded(schema, data)
-    if isinstance(image, RawImage):
-        return np.frombuffer(image.data, np.uint8)
-    pixels = jpeg.decode(image.data, *size)
-    if pixels is None:
-        raise ValueError(f"{len(image.data)} bytes that are no JPEG of {size[0]} x {size[1]}")
-    flat: NDArray[Any] = pixels[0]
-    return flat
+    schema: str
+    size: tuple[int, int]  # height and width
+
+    def pixels(self, data: bytes) -> NDArray[np.uint8]:
+        """Pixels ``[height * width * 3]`` uint8 RGB. Raises ValueError: it is no such image."""
+        image = _decoded(self.schema, data)
+        if isinstance(image, RawImage):
+            return np.frombuffer(image.data, np.uint8)
+        pixels = jpeg.decode(image.data, *self.size)
+        if pixels is None:
+            height, width = self.size
+            raise ValueError(f"{len(image.data)} bytes that are no JPEG of {height} x {width}")
+        flat: NDArray[Any] = pixels[0]
+        return flat
+
+    def encoded(self, data: bytes) -> bytes | None:
+        """Its JPEG; None of a raw one. Raises ValueError: it does not decode."""
+        image = _decoded(self.schema, data)
+        if isinstance(image, RawImage):
+            return None
+        check_encoded(image.data)
+        return image.data
+
+
+def png(frame: NDArray[np.uint8]) -> bytes:
+    """A PNG of a frame ``[height, width, 3]`` uint8 RGB, quick to make rather than small."""
+    from PIL import Image as PillowImage
+
+    file = BytesIO()
+    PillowImage.fromarray(frame).save(file, "PNG", compress_level=PNG_LEVEL)
+    return file.getvalue()
 
 
 def need_jpeg(why: str) -> None:
-    """Raises ConfigError, which begins with ``why``, unless JPEG can be read and written here."""
+    """Raises ConfigError, which begins with ``why``, unless JPEG and PNG are read and written."""
     if not jpeg.is_installed():
-        raise ConfigError([f"{why}: JPEG needs Pillow: pip install 'ppstream[record]'"])
+        raise ConfigError([f"{why}: JPEG and PNG need Pillow: pip install 'ppstream[record]'"])
 
 
 def _decoded(schema: str, data: bytes) -> Image:

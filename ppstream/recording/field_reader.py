@@ -21,7 +21,8 @@ from ppstream.recording.recording import Track
 if TYPE_CHECKING:
     from ppstream.config.schema import StreamConfig
 
-STAMP: Final = ("header", "stamp")
+MCAP: Final = ".mcap"
+STAMPS: Final = ("header.stamp",)
 PARTS: Final = ("sec", "nanosec")  # of a stamp; in JSON also nsec
 _STEP: Final = re.compile(r"[^.\[\]]+")  # of a path: pose.position.x, gyro_rad[0]
 
@@ -46,13 +47,12 @@ class FieldReader:
             if s.recorded is None and s.image is None
         ]
         missing += [
-            f"streams: {s.name!r} is a camera, and of {path} frames are not read; only recordings "
-            "of ppstream and LeRobot folders have cameras: leave the stream out"
+            f"streams: {s.name!r} is a camera, and {_remedy(path, s)}"
             for s in streams
             if s.image is not None
         ]
-        if missing or not streams:
-            raise ConfigError(missing or [f"{path}: no stream declares where it is recorded"])
+        if missing:
+            raise ConfigError(missing)
         self._wanted = [_Wanted(stream) for stream in streams]
         self.topics = {wanted.topic for wanted in self._wanted}
 
@@ -98,7 +98,7 @@ class _Wanted:
         assert stream.recorded is not None
         self.name, self.topic = stream.name, stream.recorded.topic
         self._fields = [_steps(field) for field in stream.recorded.fields]
-        self._stamp = _steps(stream.recorded.stamp) if stream.recorded.stamp else None
+        self._stamp = stream.recorded.stamp
         self.stamps: list[int] = []
         self._arrivals: list[int] = []
         self._values: list[list[float]] = []
@@ -109,7 +109,7 @@ class _Wanted:
             values += np.atleast_1d(np.asarray(follow(message, field), np.float64)).ravel().tolist()
         if self._values and len(values) != len(self._values[0]):
             raise ValueError(f"{len(values)} values, {len(self._values[0])} before")
-        self.stamps.append(self._stamp_of(message, at_ns))
+        self.stamps.append(stamp_of(message, self._stamp, at_ns))
         self._arrivals.append(at_ns)
         self._values.append(values)
 
@@ -117,14 +117,31 @@ class _Wanted:
         stamps_ns, arrivals_ns = (np.array(t, np.int64) for t in (self.stamps, self._arrivals))
         return Track(stamps_ns, np.array(self._values, np.float64), arrivals_ns)
 
-    def _stamp_of(self, message: object, at_ns: int) -> int:
-        if self._stamp is not None:
-            return nanoseconds(follow(message, self._stamp))
+
+def stamp_of(message: object, field: str | None, at_ns: int, usual: Sequence[str] = STAMPS) -> int:
+    """A message's time.
+
+    Args:
+        message: decoded.
+        field: that has it; None: the first of the usual ones that the message has.
+        at_ns: when it was logged, for messages with none of them.
+        usual: fields.
+    """
+    if field is not None:
+        return nanoseconds(follow(message, _steps(field)))
+    for one in usual:
         try:
-            stamp = follow(message, STAMP)
+            stamp = follow(message, _steps(one))
         except (LookupError, AttributeError, TypeError):
-            return at_ns
+            continue
         return nanoseconds(stamp)
+    return at_ns
+
+
+def need_streams(path: Path, streams: Sequence[StreamConfig]) -> None:
+    """Raises ConfigError where no stream is declared."""
+    if not streams:
+        raise ConfigError([f"{path}: no stream declares where it is recorded"])
 
 
 def follow(message: object, steps: Sequence[str]) -> Any:
@@ -148,6 +165,18 @@ def nanoseconds(stamp: Any) -> int:
     if seconds is None or rest is None:
         raise TypeError(f"no stamp: {stamp!r}; want integer nanoseconds, or sec and nanosec")
     return int(seconds) * NS_PER_S + int(rest)
+
+
+def _remedy(path: Path, camera: StreamConfig) -> str:
+    if path.suffix == MCAP:
+        return (
+            f"does not say where {path} has it; give it "
+            f'recorded = {{ topic = "/{camera.name}/image_raw" }}'
+        )
+    return (
+        f"of {path} frames are not read, want an MCAP file: `rosbags-convert --src BAG --dst "
+        "FOLDER --dst-storage mcap` makes one of a bag; or leave the stream out"
+    )
 
 
 def _steps(path: str) -> tuple[str, ...]:

@@ -187,7 +187,7 @@ class LeRobotFolder:
         def read(number: int) -> NDArray[np.uint8]:
             raise ConfigError([f"{self.path}: frame {number} of {key} is in a video, not decoded"])
 
-        return RecordedFrames(count, size, read)
+        return RecordedFrames(count, size, read, topic=key, is_readable=False)
 
     def _video(self, key: str, row: dict[str, Any]) -> VideoSegment:
         at = f"videos/{key}/"

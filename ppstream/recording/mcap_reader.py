@@ -11,7 +11,7 @@ import itertools
 import logging
 import struct
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -19,30 +19,22 @@ import msgspec
 import numpy as np
 
 from ppstream.core.errors import ConfigError
-from ppstream.recording.camera_images import image_facts, need_jpeg, pixels_of
-from ppstream.recording.field_reader import FieldReader
+from ppstream.recording.field_reader import FieldReader, need_streams
+from ppstream.recording.mcap_cameras import OtherCamera, OwnCamera
+from ppstream.recording.mcap_messages import EncodedMessage, FilePosition, MessageDecoder
 from ppstream.recording.mcap_schema import (
     CAMERAS,
-    FOXGLOVE,
     METADATA,
     RESETS,
     SAMPLES,
     WINDOWS,
-    CompressedImage,
     Reset,
     SampleBatch,
     WindowHeader,
     need_mcap,
     parse_topic,
 )
-from ppstream.recording.recording import (
-    IMAGES,
-    RecordedFrames,
-    RecordedStep,
-    Recording,
-    Track,
-    unreadable,
-)
+from ppstream.recording.recording import IMAGES, RecordedStep, Recording, Track, unreadable
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -57,26 +49,6 @@ DECODERS: Final[dict[str, msgspec.json.Decoder[Any]]] = {
     RESETS: msgspec.json.Decoder(Reset),
 }
 READ: Final = (CAMERAS, *DECODERS)  # kinds of topics; what was sent is made again
-
-
-class FilePosition(NamedTuple):
-    """Location of a record in a file: so many records behind one that begins at an offset."""
-
-    offset: int
-    behind: int
-
-
-class EncodedMessage(NamedTuple):
-    """One message of a file, still encoded."""
-
-    topic: str
-    encoding: str
-    schema: Any  # mcap's record
-    at_ns: int  # when it was logged
-    happened_ns: int  # when it was published; never later
-    data: bytes
-    number: int  # in its topic, from 1
-    position: FilePosition
 
 
 class McapMetadata(NamedTuple):
@@ -160,34 +132,31 @@ def _records(path: Path) -> Iterator[tuple[Any, FilePosition]]:
 def _of_others(
     path: Path, records: Iterator[EncodedMessage | McapMetadata], streams: Sequence[StreamConfig]
 ) -> Recording:
-    reader = FieldReader(path, streams)
+    need_streams(path, streams)
+    plain = [stream for stream in streams if stream.image is None or stream.recorded is None]
+    reader = FieldReader(path, plain)
+    cameras = [OtherCamera(path, stream) for stream in streams if stream not in plain]
+    wanted = reader.topics | {camera.topic for camera in cameras}
     topics: set[str] = set()
     images: Counter[str] = Counter()
-    decoders: dict[str, Callable[[bytes], object]] = {}
+    decoders: dict[str, MessageDecoder] = {}
     for found in records:
         if not isinstance(found, EncodedMessage):
             continue
         topics.add(found.topic)
-        if found.schema is not None and found.schema.name in IMAGES:
+        if found.kind in IMAGES:
             images[found.topic] += 1
-        if found.topic in reader.topics:
+        if found.topic in wanted:
             decode = decoders.get(found.topic)
             if decode is None:
-                decode = decoders[found.topic] = _decoder(path, found)
-            reader.add(found.topic, decode(found.data), found.at_ns)
-    return Recording(reader.tracks(topics), images=images)
-
-
-def _decoder(path: Path, found: EncodedMessage) -> Callable[[bytes], object]:
-    if found.encoding == "json":
-        return msgspec.json.Decoder().decode
-    if found.encoding == "cdr" and found.schema is not None:
-        from ppstream.recording.ros_reader import cdr_decoder
-
-        return cdr_decoder(found.schema.name, found.schema.encoding, found.schema.data.decode())
-    raise ConfigError(
-        [f"{path}: {found.topic} is encoded as {found.encoding!r}, want json, or cdr of ROS 2"]
-    )
+                decode = decoders[found.topic] = MessageDecoder(path, found)
+            if found.topic in reader.topics:
+                reader.add(found.topic, decode(found.data), found.at_ns)
+            for camera in cameras:
+                if camera.topic == found.topic:
+                    camera.add(found, decode)
+    tracks = reader.tracks(topics) | {camera.name: camera.track(topics) for camera in cameras}
+    return Recording({stream.name: tracks[stream.name] for stream in streams}, images=images)
 
 
 def _of_ours(
@@ -233,76 +202,17 @@ class _Stream:
         return Track(stamps, values.reshape(-1, self._dim), received)
 
 
-class _Camera:
-    """Frames of one camera: where each is in the file."""
-
-    def __init__(self, path: Path) -> None:
-        self.end = 0  # number behind the newest frame
-        self.lost = 0  # what the recorder had to drop
-        self._path = path
-        self.topic = ""
-        self._schema = ""
-        self._size: tuple[int, int] | None = None
-        self._found: list[tuple[int, int]] = []  # stamp and arrival
-        self._positions: list[FilePosition] = []
-
-    def add(self, found: EncodedMessage) -> None:
-        """Raises ConfigError when the message is no frame, or not as those before."""
-        self.topic = found.topic
-        self._schema = found.schema.name if found.schema is not None else ""
-        if self._schema == FOXGLOVE[CompressedImage] and not self._positions:
-            need_jpeg(f"{self._path}: {found.topic}")
-        try:
-            facts = image_facts(self._schema, found.data)
-            if self._size not in (None, facts.size):
-                raise ValueError(f"got height and width {facts.size}, {self._size} before")
-        except (ValueError, msgspec.MsgspecError) as error:
-            raise self._unreadable(len(self._positions), error) from error
-        self._size = facts.size
-        self.lost += found.number - 1 - self.end
-        self.end = found.number
-        self._found.append((facts.stamp_ns, found.happened_ns))
-        self._positions.append(found.position)
-
-    @property
-    def count(self) -> int:
-        return len(self._positions)
-
-    def track(self) -> Track:
-        """With arrivals on rank 0's clock."""
-        assert self._size is not None, "a camera is made with its first frame"
-        stamps, received = np.array(self._found, np.int64).T
-        return Track(stamps, RecordedFrames(len(stamps), self._size, self._read), received)
-
-    def _read(self, number: int) -> NDArray[np.uint8]:
-        from mcap.stream_reader import StreamReader
-
-        assert self._size is not None
-        position = self._positions[number]
-        try:
-            with self._path.open("rb") as file:
-                file.seek(position.offset)
-                records: Iterator[Any] = StreamReader(file, skip_magic=position.offset > 0).records
-                found = next(itertools.islice(records, position.behind, None))
-            return pixels_of(self._schema, found.data, self._size)
-        except Exception as error:  # the file may have changed in any way
-            raise self._unreadable(number, error) from error
-
-    def _unreadable(self, number: int, error: Exception) -> ConfigError:
-        return unreadable(self._path, error, f"frame {number + 1} of {self.topic}: ")
-
-
 class _Robot:
     """A run's samples, and when its windows were cut, of one robot."""
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self.streams: dict[str, _Stream | _Camera] = {}
+        self.streams: dict[str, _Stream | OwnCamera] = {}
         self._steps: list[RecordedStep] = []
 
     def add_frame(self, stream: str, path: Path, found: EncodedMessage) -> None:
-        camera = self.streams.setdefault(stream, _Camera(path))
-        assert isinstance(camera, _Camera), f"{stream} is a camera's and another stream's name"
+        camera = self.streams.setdefault(stream, OwnCamera(path, found.topic))
+        assert isinstance(camera, OwnCamera), f"{stream} is a camera's and another stream's name"
         camera.add(found)
 
     def add(self, stream: str, body: SampleBatch | WindowHeader | Reset) -> None:
@@ -325,7 +235,7 @@ class _Robot:
             for name, (stamps, values, arrivals) in zip(tracks, _columns(tracks), strict=True)
         }
         lost = {name: stream.lost for name, stream in self.streams.items() if stream.lost}
-        cameras = [one for one in self.streams.values() if isinstance(one, _Camera)]
+        cameras = [one for one in self.streams.values() if isinstance(one, OwnCamera)]
         images = {camera.topic: camera.count for camera in cameras}
         return Recording(shifted, self._whole_steps(), lost, self._name, images)
 

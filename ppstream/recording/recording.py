@@ -6,6 +6,7 @@ reader; ``sources.py`` (rank 0) and ``launch/replay.py`` (as a robot) play it. N
 
 from __future__ import annotations
 
+import copy
 import heapq
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -46,23 +47,50 @@ class RecordedFrames:
     Args:
         count: n.
         size: height and width.
-        read: gives the frame of a number.
+        read: gives the pixels ``[height * width * 3]`` of a number.
+        encoded: gives its JPEG or PNG as it was recorded, None where it is neither.
+        topic: that the file has them in.
+        is_readable: False where they are in a video, which nothing here decodes.
     """
 
     def __init__(
-        self, count: int, size: tuple[int, int], read: Callable[[int], NDArray[np.uint8]]
+        self,
+        count: int,
+        size: tuple[int, int],
+        read: Callable[[int], NDArray[np.uint8]],
+        encoded: Callable[[int], bytes | None] | None = None,
+        *,
+        topic: str = "",
+        is_readable: bool = True,
     ) -> None:
         self.size = size
-        self._count = count
+        self.topic = topic
+        self.is_readable = is_readable
+        self._numbers = range(count)
         self._read = read
+        self._encoded = encoded
 
     def __len__(self) -> int:
-        return self._count
+        return len(self._numbers)
 
     def __getitem__(self, wanted: slice) -> NDArray[np.uint8]:
         """Raises ConfigError when the file cannot be read any more, or holds no such frame."""
-        found = [self._read(number) for number in range(*wanted.indices(self._count))]
+        found = [self._read(number) for number in self._numbers[wanted]]
         return np.array(found, np.uint8).reshape(len(found), math.prod(self.size) * CHANNELS)
+
+    def pixels(self, number: int) -> NDArray[np.uint8]:
+        """One frame ``[height, width, 3]`` uint8 RGB, perhaps read-only. Raises ConfigError."""
+        return self._read(self._numbers[number]).reshape(*self.size, CHANNELS)
+
+    def encoded(self, number: int) -> bytes | None:
+        """The frame's JPEG or PNG as recorded, None where it is neither. Raises ConfigError."""
+        return None if self._encoded is None else self._encoded(self._numbers[number])
+
+    def part(self, begin: int, end: int) -> RecordedFrames:
+        """The frames from ``begin`` to before ``end``."""
+        part = copy.copy(self)
+        part._numbers = self._numbers[begin:end]
+        return part
 
 
 class Track(NamedTuple):

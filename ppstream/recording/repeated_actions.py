@@ -15,7 +15,8 @@ import numpy as np
 
 from ppstream.core.errors import ConfigError
 from ppstream.recording.load import read_numpy
-from ppstream.recording.mcap_reader import EncodedMessage, read_mcap
+from ppstream.recording.mcap_messages import EncodedMessage
+from ppstream.recording.mcap_reader import read_mcap
 from ppstream.recording.mcap_schema import ACTIONS, Chunk, need_mcap, parse_topic
 from ppstream.recording.recording import unreadable
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ppstream.core.errors import ConfigError
-from ppstream.recording.field_reader import FieldReader
+from ppstream.recording.field_reader import FieldReader, need_streams
 from ppstream.recording.recording import IMAGES, Recording
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ def load_bag(path: Path, streams: Sequence[StreamConfig]) -> Recording:
     from rosbags.highlevel import AnyReader
     from rosbags.typesys import Stores, get_typestore
 
+    need_streams(path, streams)
     fields = FieldReader(path, streams)
     with AnyReader([path], default_typestore=get_typestore(Stores.LATEST)) as reader:
         topics = {connection.topic for connection in reader.connections}

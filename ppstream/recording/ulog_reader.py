@@ -51,6 +51,9 @@ def load_ulog(path: Path, streams: Sequence[StreamConfig]) -> Recording:
 def _track(
     path: Path, stream: StreamConfig, topics: dict[tuple[str, int], Any], problems: list[str]
 ) -> Track | None:
+    if stream.image is not None:
+        problems.append(f"streams: {stream.name!r} is a camera, and a ULog has no frames")
+        return None
     recorded = stream.recorded
     match = TOPIC.match(recorded.topic) if recorded is not None else None
     if recorded is None or match is None:

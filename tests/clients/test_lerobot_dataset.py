@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from bench.peers_environments import Unavailable, python_with
+from camera_files import two_cameras, write_cameras
 from resample_runs import resampled, settings, write_config, write_recording
 
 from ppstream.data.cutting import BatchCutter
@@ -41,7 +43,7 @@ def made(folder: Path, recordings: list[Path], content: str) -> Path:
 
 
 def read(
-    python: str, root: Path, steps: int, *keys: str
+    python: str, root: Path, steps: int, *keys: str, **environment: str
 ) -> tuple[dict[str, Any], dict[str, np.ndarray[Any, Any]]]:
     out = root.parent / "items.npz"
     done = subprocess.run(
@@ -49,7 +51,7 @@ def read(
         capture_output=True,
         text=True,
         timeout=LIMIT_S,
-        env=os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(root.parent / "hf")},
+        env=os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(root.parent / "hf")} | environment,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
@@ -109,3 +111,27 @@ def test_items_of_windows_are_the_windows_that_a_run_cuts(
     begins = np.flatnonzero(np.diff(items["episode_index"], prepend=-1))
     first = np.repeat(ends_ns[begins], np.diff([*begins, len(ends_ns)]))
     assert np.abs(items["timestamp"] - (ends_ns - first) / 1e9).max() < 1e-4
+
+
+def test_images_are_the_frames_of_the_windows(python: str, tmp_path: Path) -> None:
+    try:
+        vision = python_with("torchvision")
+    except Unavailable as error:
+        pytest.skip(f"torchvision cannot be had: {error}")
+    seen = str(*vision.parents[1].glob("lib/python*/site-packages"))
+    inputs = [tmp_path / "a.mcap", tmp_path / "b.mcap"]
+    frames = [write_cameras(path, number) for number, path in enumerate(inputs)]
+    done = resampled(write_config(tmp_path, two_cameras()), tmp_path / "out", *inputs)
+    assert done.returncode == 0, done.stderr
+    facts, items = read(python, tmp_path / "out", 1, PYTHONPATH=seen)
+    cameras = ["observation.images.top", "observation.images.wrist"]
+    assert facts["policy"] == [*cameras, "observation.state"]
+    for key in cameras:
+        camera = key.rpartition(".")[2]
+        shown = items[f"frame_index.{camera}"].reshape(len(items["index"]), -1)[:, -1]
+        episodes = items["episode_index"]
+        expected = [frames[e][camera][n] for e, n in zip(episodes, shown, strict=True)]
+        wanted = np.stack(expected).astype(np.float32).transpose(0, 3, 1, 2) / np.float32(255)
+        assert items[key].shape == wanted.shape
+        assert np.array_equal(items[key], wanted)
+        assert np.array(facts["stats"][key]["q99"]).shape == (3, 1, 1)

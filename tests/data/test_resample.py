@@ -14,20 +14,27 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-from recording_files import S, Samples, picture, with_camera, write_images, write_sqlite
-from resample_runs import command, settings, write_config, write_recording
+from recording_files import Samples, write_images, write_sqlite
+from resample_runs import (
+    command,
+    frames_in,
+    make,
+    resampled,
+    settings,
+    write_config,
+    write_recording,
+)
 from robot_rig import wait_until
 from safetensors.numpy import load_file
-from stream_cases import MS, Input, config, stream
+from stream_cases import config, stream
 
 from ppstream.config.schema import RecordedAs
 from ppstream.core.errors import ExitCode
-from ppstream.data.cli import INTERRUPTED, SKIPPED, main
+from ppstream.data.cli import INTERRUPTED, SKIPPED
 from ppstream.data.cutting import BatchCutter
 from ppstream.data.episode import Cut, RecordedEpisode, episodes_of
 from ppstream.data.inputs import find_inputs
 from ppstream.recording.load import load_recording
-from ppstream.recording.mcap_writer import open_recorder
 
 pq = pytest.importorskip("pyarrow.parquet")
 
@@ -51,16 +58,6 @@ def episode(path: Path, cut: Cut, steps: int | None = None) -> RecordedEpisode:
     recording = load_recording(path).select(config.streams)
     (found,) = episodes_of(path, recording, config, cut, steps).episodes
     return found
-
-
-def make(run: Path, out: Path, *words: str | Path) -> int:
-    return main(["--config", str(run), "--out", str(out), "--jobs", "1", *map(str, words)])
-
-
-def frames_in(out: Path) -> dict[str, list]:
-    files = sorted((out / "data").glob("*/*.parquet"))
-    tables = [pq.read_table(file, partitioning=None).to_pydict() for file in files]
-    return {name: [row for one in tables for row in one[name]] for name in tables[0]}
 
 
 def test_frames_of_windows_are_the_windows(
@@ -301,41 +298,19 @@ def test_frames_that_stay_in_recordings_are_counted_by_topic(
     assert capsys.readouterr().out == said, "a complete data set still knows"
 
 
-def test_frames_of_an_own_recording_are_counted_and_their_numbers_stay(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_what_is_no_recording_in_a_folder_is_told_once(
+    recordings: list[Path], run: Path, tmp_path: Path
 ) -> None:
-    recorded = with_camera(settings(), 4, 6, file=str(tmp_path / "run.mcap"), frames="raw")
-    (row,) = Input(recorded).rows
-    row.open(1)
-    recorder = open_recorder(recorded, "run")
-    assert recorder is not None
-    recorder.tap([row])
-    for step in range(40):
-        stamp_ns = S + 10 * MS * step
-        for name, dim in (("arm", 3), ("gripper", 1)):
-            sample = np.full((1, dim), step, np.float32)
-            row.rings[name].append(np.array([stamp_ns]), sample, stamp_ns)
-        if step % 3 == 0:
-            frame = picture(4, 6, step).reshape(1, -1)
-            row.rings["wrist"].append(np.array([stamp_ns]), frame, stamp_ns)
-    recorder.close()
-    run = write_config(tmp_path, recorded)
-    assert make(run, tmp_path / "out", tmp_path / "run.mcap") == 0
-    said = capsys.readouterr().out
-    (line,) = [line for line in said.splitlines() if "/cameras/wrist:" in line]
-    assert line.split()[:4] == ["frames", "left", "out", "14"]
-    assert max(frames_in(tmp_path / "out")["frame_index.wrist"]) == 13
-
-
-def test_a_camera_of_another_software_s_recording_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = write_images(tmp_path, Samples.drawn())
-    run = write_config(tmp_path, with_camera(settings(), 4, 6))
-    assert make(run, tmp_path / "out", path) == ExitCode.CONFIG
-    said = capsys.readouterr().err
-    assert "'wrist' is a camera, and of" in said
-    assert "'wrist' does not say" not in said
+    folder = recordings[0].parent
+    (folder / "more").mkdir()
+    for number in range(9):
+        (folder / "more" / f"{number}.csv").touch()
+    (folder / "a note.txt").touch()
+    done = resampled(run, tmp_path / "out", folder)
+    assert done.returncode == 0, done.stderr
+    (line,) = [line for line in done.stderr.splitlines() if "left out" in line]
+    assert line.startswith(f"{folder}: 10 left out, no recordings by name: a note.txt, more/0.csv,")
+    assert line.endswith("more/6.csv and 2 more")
 
 
 def test_samples_that_a_live_run_refuses_are_counted(

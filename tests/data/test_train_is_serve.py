@@ -10,10 +10,26 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from recording_files import Samples, made_recording, write_npz
+from camera_files import (
+    HEIGHT,
+    ORIGIN_NS,
+    WIDTH,
+    CameraFile,
+    arm,
+    camera,
+    two_cameras,
+    write_cameras,
+)
+from recording_files import Samples, made_recording, picture, write_npz
 from stream_cases import MS, Input, at_ms, config, ramp, stream
 
-from ppstream.config.schema import PipelineConfig, RecordConfig, RecordedAs
+from ppstream.config.schema import (
+    ImageConfig,
+    PipelineConfig,
+    RecordConfig,
+    RecordedAs,
+    StreamConfig,
+)
 from ppstream.core.clock import now_ns
 from ppstream.data.cutting import BatchCutter
 from ppstream.data.episode import episodes_of
@@ -36,8 +52,8 @@ def served(path: Path, settings: PipelineConfig) -> list[dict[str, bytes]]:
         out = case.slot()
         ends_ns = source.window_ends_ns(window)
         case.cutter.cut(out, ends_ns, LEASE)
-        names = [n for n in out if n.endswith((".values", ".valid", ".age_s"))]
-        windows.append({n: out[n][0].numpy().tobytes() for n in names})
+        names = [n for n in out if n.endswith((".values", ".valid", ".age_s", ".frames"))]
+        windows.append({n: bits(out[n][0]) for n in names})
         windows[-1]["window_end_ns"] = np.int64(ends_ns[0]).tobytes()
     return windows
 
@@ -46,11 +62,16 @@ def trained(path: Path, settings: PipelineConfig) -> list[dict[str, bytes]]:
     """The same windows, offline."""
     recording = load_recording(path, settings.streams, settings.record.robot)
     (episode,) = episodes_of(path, recording.select(settings.streams), settings, "replay").episodes
+    cutter = BatchCutter(settings, shown=[camera.name for camera in settings.cameras])
     return [
-        {name: tensor[row].numpy().tobytes() for name, tensor in chunk.items()}
-        for chunk in BatchCutter(settings).chunks(episode)
+        {n: bits(tensor[row]) for n, tensor in chunk.items() if not n.endswith(".frame_index")}
+        for chunk in cutter.chunks(episode)
         for row in range(len(chunk["window_end_ns"]))
     ]
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def assert_same(path: Path, settings: PipelineConfig, least: int) -> None:
@@ -71,9 +92,9 @@ def recorded(name: str, topic: str, *fields: str, dim: int, rate_hz: float, **mo
 @pytest.mark.parametrize("steps", [1, 16, 100])
 def test_the_1_khz_arm(steps: int) -> None:
     assert DATA is not None
-    arm = [stream(name, dim=7) for name in ("q", "dq", "tau")]
+    joints = [stream(name, dim=7) for name in ("q", "dq", "tau")]
     pose = stream("ee_pose", dim=7, group="pose", interpolation="previous", max_gap_ms=2)
-    settings = config(*arm, pose, steps=steps, dt_ms=5)
+    settings = config(*joints, pose, steps=steps, dt_ms=5)
     assert_same(Path(DATA) / "franka_fr3_1khz.npy", settings, 1900)
 
 
@@ -150,7 +171,54 @@ def test_more_samples_than_a_ring_keeps(tmp_path: Path) -> None:
     assert_same(tmp_path / "run.npz", config(slow, steps=40, dt_ms=5), 200)
 
 
-def write_run(folder: Path, settings: PipelineConfig, *, paced: bool) -> Path:
+@pytest.mark.parametrize("damaged", [(), (0, 1, 5, 11, 12)])
+def test_frames_of_another_software_s_cameras(tmp_path: Path, damaged: tuple[int, ...]) -> None:
+    write_cameras(tmp_path / "run.mcap", damaged=damaged)
+    assert_same(tmp_path / "run.mcap", two_cameras(), 40)
+
+
+def test_a_frame_of_the_moment_at_which_a_window_ends_is_in_it(tmp_path: Path) -> None:
+    path = tmp_path / "run.mcap"
+    with CameraFile(path) as file:
+        for number in range(30):
+            file.arm(ORIGIN_NS + number * 20 * MS, number, 1)
+            file.image("/top", ORIGIN_NS + number * 20 * MS, picture(HEIGHT, WIDTH, number))
+    settings = config(arm(), camera("top", "/top"), steps=2, dt_ms=20)
+    assert_same(path, settings, 30)
+    recording = load_recording(path, settings.streams).select(settings.streams)
+    (episode,) = episodes_of(path, recording, settings, "replay").episodes
+    (chunk,) = BatchCutter(settings).chunks(episode)
+    assert chunk["top.frame_index"][:, 0].tolist() == list(range(30))
+    assert not chunk["top.age_s"].any()
+
+
+def test_more_frames_than_a_ring_keeps(tmp_path: Path) -> None:
+    write_cameras(tmp_path / "run.mcap")
+    settings = two_cameras(dt_ms=90)
+    joints, *cameras = settings.streams
+    slow = [msgspec.structs.replace(one, rate_hz=0.1, max_gap_ms=20_000) for one in cameras]
+    settings = msgspec.structs.replace(settings, streams=(joints, *slow))
+    assert_same(tmp_path / "run.mcap", settings, 9)
+
+
+def test_cameras_alone(tmp_path: Path) -> None:
+    write_cameras(tmp_path / "run.mcap")
+    settings = two_cameras()
+    assert_same(
+        tmp_path / "run.mcap", msgspec.structs.replace(settings, streams=settings.cameras), 40
+    )
+
+
+@pytest.mark.parametrize("form", ["raw", "jpeg"])
+def test_frames_of_a_recorded_run(tmp_path: Path, form: str) -> None:
+    joints = stream("joints", dim=3, rate_hz=1000)
+    image = ImageConfig(height=9, width=14, frames=3, resize=(6, 5), dtype="float32")
+    settings = config(joints, StreamConfig(name="top", rate_hz=200, image=image), steps=2)
+    path = write_run(tmp_path, settings, paced=False, frames=form)
+    assert_same(path, settings, 35)
+
+
+def write_run(folder: Path, settings: PipelineConfig, *, paced: bool, frames: Any = "none") -> Path:
     """A run as rank 0 records it: windows cut now and then, and an episode that ended.
 
     ``paced``: samples come as far apart as their stamps; else all at once.
@@ -159,7 +227,8 @@ def write_run(folder: Path, settings: PipelineConfig, *, paced: bool) -> Path:
     from ppstream.recording.mcap_writer import open_recorder
 
     file = folder / "run.mcap"
-    case = Input(msgspec.structs.replace(settings, record=RecordConfig(file=str(file))))
+    record = RecordConfig(file=str(file), frames=frames)
+    case = Input(msgspec.structs.replace(settings, record=record))
     (row,) = case.rows
     row.open(1)
     recorder = open_recorder(case.config, "run")
@@ -173,6 +242,8 @@ def write_run(folder: Path, settings: PipelineConfig, *, paced: bool) -> Path:
             if number % (1 if one.rate_hz == 1000 else 5) == 0:
                 stamps = at_ms(5000 + number + rng.uniform(0, 0.5))
                 values = rng.normal(size=(1, one.dim)).astype(np.float32)
+                if one.image is not None:
+                    values = rng.integers(0, 256, (1, one.dim), np.uint8)
                 row.rings[one.name].append(stamps, values, came_ns)
         if number == 150:
             row.new_episode()

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from camera_files import HEIGHT, WIDTH, two_cameras, write_cameras
 from resample_runs import settings, write_config, write_recording
 from torch import Tensor
 
@@ -187,3 +188,84 @@ def test_indices_of_a_billion_windows_cost_no_memory() -> None:
     assert 0 <= found.min() < 10**6
     assert 10**9 - 10**6 < found.max() < 10**9
     assert abs(found.mean() / 10**9 - 0.5) < 0.002
+
+
+# ---- cameras -------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def filmed(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    folder = tmp_path_factory.mktemp("filmed")
+    paths = [folder / "a.mcap", folder / "b.mcap"]
+    for number, path in enumerate(paths):
+        write_cameras(path, number, damaged=(2, 3))
+    return paths
+
+
+def of_cameras(filmed: list[Path], **more: Any) -> Windows:
+    return Windows(filmed, two_cameras(), 8, **more)
+
+
+def test_batches_have_the_frames_of_the_windows(filmed: list[Path]) -> None:
+    settings = two_cameras()
+    expected: list[dict[str, Tensor]] = []
+    for path in filmed:
+        recording = load_recording(path, settings.streams).select(settings.streams)
+        for episode in episodes_of(path, recording, settings, "replay").episodes:
+            cutter = BatchCutter(settings, shown=("top", "wrist"))
+            expected += cutter.chunks(episode)
+    whole = {name: torch.cat([one[name] for one in expected]) for name in expected[0]}
+    assert (whole["top.frames"].shape[1:], whole["top.frames"].dtype) == (
+        (1, 3, 8, 9),
+        torch.float32,
+    )
+    assert (whole["wrist.frames"].shape[1:], whole["wrist.frames"].dtype) == (
+        (2, 3, HEIGHT, WIDTH),
+        torch.bfloat16,
+    )
+    found = list(of_cameras(filmed, shuffle=False).batches())
+    assert same(whole, {name: torch.cat([batch[name] for batch in found]) for name in found[0]})
+    places = {end: place for place, end in enumerate(whole["window_end_ns"].tolist())}
+    for batch in of_cameras(filmed).batches():
+        wanted = [places[end] for end in batch["window_end_ns"].tolist()]
+        assert same(batch, {name: tensor[wanted] for name, tensor in whole.items()})
+
+
+@pytest.mark.parametrize(
+    "loader", [{"workers": 2}, {"workers": 2, "multiprocessing_context": "spawn"}]
+)
+@pytest.mark.parametrize("is_cached", [False, True])
+def test_frames_are_the_same_by_any_workers_and_from_a_cache(
+    filmed: list[Path], tmp_path: Path, is_cached: bool, loader: dict[str, Any]
+) -> None:
+    alone = list(of_cameras(filmed).batches())
+    cache = tmp_path / "columns" if is_cached else None
+    assert all(map(same, alone, of_cameras(filmed, cache=cache).batches(**loader)))
+    if cache is not None:
+        times = {file: file.stat().st_mtime_ns for file in cache.iterdir()}
+        assert len(times) == len(filmed)
+        again = of_cameras(filmed, cache=cache)
+        assert all(map(same, alone, again.batches()))
+        assert times == {file: file.stat().st_mtime_ns for file in cache.iterdir()}
+
+
+def test_frames_may_be_left_out_of_batches(filmed: list[Path], tmp_path: Path) -> None:
+    of_cameras(filmed, cache=tmp_path)
+    for cache in (None, tmp_path):
+        batch = next(of_cameras(filmed, frames=False, cache=cache).batches())
+        assert {name for name in batch if name.startswith("top.")} == {
+            "top.frame_index",
+            "top.valid",
+            "top.age_s",
+        }
+
+
+def test_a_recording_that_changed_since_is_an_error_and_no_other_picture(
+    filmed: list[Path], tmp_path: Path
+) -> None:
+    path = tmp_path / "a.mcap"
+    path.write_bytes(filmed[0].read_bytes())
+    data = of_cameras([path])
+    path.write_bytes(path.read_bytes()[:60])
+    with pytest.raises(ConfigError, match=r"a\.mcap: cannot be read as MCAP: frame \d+ of /"):
+        list(data.batches())

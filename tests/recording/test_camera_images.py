@@ -295,6 +295,9 @@ def test_a_jpeg_with_a_header_alone_is_an_error_once_it_is_played(tmp_path: Path
     assert frames[2:2].shape == (0, 1152)
     with pytest.raises(ConfigError, match=r"frame 3 of /arm/cameras/wrist: .* no JPEG of 16 x 24"):
         frames[2:3]
+    assert frames.encoded(1) == jpeg.encode(recorded.frames[1])
+    with pytest.raises(ConfigError, match=r"frame 3 of /arm/cameras/wrist: .* does not decode"):
+        frames.encoded(2)
 
 
 def test_a_recording_that_is_gone_when_a_frame_is_wanted_is_named(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 ``lerobot_dataset.py ROOT STEPS [KEY...]``: items of ``LeRobotDataset(root=ROOT)``, with STEPS of
 ``delta_timestamps`` of each key, as an ``.npz`` on stdout's last line's path. torchvision, which
-images alone need, is stood in for, as what training alone needs.
+images alone need, is stood in for where it is not installed, as what training alone needs.
 """
 
 from __future__ import annotations
@@ -10,12 +10,17 @@ from __future__ import annotations
 import json
 import sys
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
-from stand_ins import stand_in_for
+from stand_ins import stand_in_for, stand_in_for_operators
 
-ABSENT = {"accelerate", "av", "cv2", "gymnasium", "imageio", "torchcodec", "torchvision"}
+ABSENT = {"accelerate", "av", "cv2", "gymnasium", "imageio", "torchcodec"}
+if find_spec("torchvision") is None:
+    ABSENT.add("torchvision")
+else:
+    operators = stand_in_for_operators()
 stand_in_for(ABSENT)
 
 from lerobot.datasets.lerobot_dataset import LeRobotDataset  # noqa: E402

@@ -14,24 +14,15 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from stand_ins import stand_in_for
-from torch.library import Library
+from stand_ins import stand_in_for, stand_in_for_operators
 
 ABSENT = {
     *("accelerate", "av", "cv2", "datasets", "gymnasium", "imageio", "jsonlines"),
     *("pandas", "pyarrow", "transformers"),
 }
-#: Compiled operators of torchvision want its CUDA; none is used, but their names must be there.
-COMPILED = (
-    *("nms", "qnms", "roi_align", "qroi_align", "_roi_align_backward", "roi_pool"),
-    *("_roi_pool_backward", "ps_roi_align", "_ps_roi_align_backward", "ps_roi_pool"),
-    *("_ps_roi_pool_backward", "deform_conv2d", "_deform_conv2d_backward"),
-)
 
 stand_in_for(ABSENT)
-operators = Library("torchvision", "DEF")
-for operator in COMPILED:
-    operators.define(f"{operator}() -> Tensor")
+operators = stand_in_for_operators()
 
 from lerobot.configs.types import FeatureType, NormalizationMode, PolicyFeature  # noqa: E402
 from lerobot.policies.act.configuration_act import ACTConfig  # noqa: E402

@@ -56,3 +56,19 @@ def resampled(config_file: Path, out: Path, *words: str | Path) -> Any:
         timeout=LIMIT_S,
         check=False,
     )
+
+
+def make(run: Path, out: Path, *words: str | Path) -> int:
+    """The exit code of the command, in this process."""
+    from ppstream.data.cli import main
+
+    return main(["--config", str(run), "--out", str(out), "--jobs", "1", *map(str, words)])
+
+
+def frames_in(out: Path) -> dict[str, list[Any]]:
+    """All columns of a LeRobot folder."""
+    import pyarrow.parquet as pq
+
+    files = sorted((out / "data").glob("*/*.parquet"))
+    tables = [pq.read_table(file, partitioning=None).to_pydict() for file in files]
+    return {name: [row for one in tables for row in one[name]] for name in tables[0]}

@@ -58,3 +58,21 @@ class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 def stand_in_for(absent: Collection[str]) -> None:
     """From now on every import of these names something that does nothing."""
     sys.meta_path.insert(0, StandIns(absent))
+
+
+#: Compiled operators of torchvision want its CUDA; none is used, but their names must be there.
+COMPILED = (
+    *("nms", "qnms", "roi_align", "qroi_align", "_roi_align_backward", "roi_pool"),
+    *("_roi_pool_backward", "ps_roi_align", "_ps_roi_align_backward", "ps_roi_pool"),
+    *("_ps_roi_pool_backward", "deform_conv2d", "_deform_conv2d_backward"),
+)
+
+
+def stand_in_for_operators() -> Any:
+    """Names torchvision's operators; returns what must be kept as long as it is imported."""
+    from torch.library import Library
+
+    operators = Library("torchvision", "DEF")
+    for operator in COMPILED:
+        operators.define(f"{operator}() -> Tensor")
+    return operators

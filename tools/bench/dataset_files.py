@@ -13,7 +13,8 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from ppstream.recording.mcap_reader import EncodedMessage, read_mcap
+from ppstream.recording.mcap_messages import EncodedMessage
+from ppstream.recording.mcap_reader import read_mcap
 from ppstream.recording.mcap_schema import SAMPLES, SampleBatch, json_schema, schema_name, topic
 from ppstream.recording.mcap_writer import McapMessage
 

@@ -1,0 +1,182 @@
+"""MCAP files with cameras, as other software writes them: ROS 2's and Foxglove's messages."""
+
+from __future__ import annotations
+
+import base64
+import json
+from io import BytesIO
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import pytest
+from recording_files import picture
+from stream_cases import MS, config, stream
+
+from ppstream.config.schema import ImageConfig, PipelineConfig, RecordedAs, StreamConfig
+
+S = 1000 * MS
+ORIGIN_NS = 100 * S
+HEIGHT, WIDTH = 12, 20
+IMAGE, COMPRESSED = "sensor_msgs/msg/Image", "sensor_msgs/msg/CompressedImage"
+
+Frame = np.ndarray[Any, Any]
+
+
+class CameraFile:
+    """A recording in the making; of topic ``/arm`` JSON, of cameras what they are given."""
+
+    def __init__(self, path: Path, **writer: Any) -> None:
+        writers = pytest.importorskip("mcap.writer")
+        pytest.importorskip("rosbags")
+        pytest.importorskip("PIL")
+        from rosbags.typesys import Stores, get_typestore
+
+        self._store: Any = get_typestore(Stores.ROS2_HUMBLE)
+        self._file = path.open("wb")
+        self._writer = writers.Writer(self._file, **writer)
+        self._writer.start()
+        self._channels: dict[str, int] = {}
+        self._numbers: dict[str, int] = {}
+
+    def __enter__(self) -> CameraFile:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: object, trace: TracebackType | None
+    ) -> None:
+        self._writer.finish()
+        self._file.close()
+
+    def arm(self, stamp_ns: int, *values: float, late_ns: int = 0) -> None:
+        body = {"header": {"stamp": _stamp(stamp_ns)}, "joints": values}
+        self._add("/arm", "Arm", stamp_ns + late_ns, json.dumps(body).encode())
+
+    def image(
+        self,
+        topic: str,
+        stamp_ns: int,
+        data: Any,
+        encoding: str = "rgb8",
+        *,
+        padding: int = 0,
+        late_ns: int = 0,
+        size: tuple[int, int] = (HEIGHT, WIDTH),
+    ) -> None:
+        """A raw one; ``data`` are its rows ``[height, bytes]`` without padding."""
+        rows = np.asarray(data, np.uint8).reshape(size[0], -1)
+        rows = np.pad(rows, ((0, 0), (0, padding)), constant_values=7)
+        body = (*size, encoding, 0, rows.shape[1], rows.reshape(-1))
+        self._add_ros(topic, IMAGE, stamp_ns, late_ns, *body)
+
+    def compressed(
+        self, topic: str, stamp_ns: int, data: bytes, form: str = "jpeg", *, late_ns: int = 0
+    ) -> None:
+        body = form, np.frombuffer(data, np.uint8)
+        self._add_ros(topic, COMPRESSED, stamp_ns, late_ns, *body)
+
+    def foxglove(self, topic: str, stamp_ns: int, kind: str, **fields: Any) -> None:
+        body = {"timestamp": _stamp(stamp_ns), "frame_id": "c"} | fields
+        body["data"] = base64.b64encode(body["data"]).decode()
+        self._add(topic, f"foxglove.{kind}", stamp_ns, json.dumps(body).encode())
+
+    def raw(self, topic: str, kind: str, at_ns: int, data: bytes) -> None:
+        """Any bytes as a message of a type of ROS."""
+        definition = self._store.generate_msgdef(kind, ros_version=2)[0]
+        self._add(topic, kind, at_ns, data, "cdr", definition)
+
+    def _add_ros(self, topic: str, kind: str, stamp_ns: int, late_ns: int, *body: Any) -> None:
+        types = self._store.types
+        stamp = types["builtin_interfaces/msg/Time"](*divmod(stamp_ns, S))
+        message = types[kind](types["std_msgs/msg/Header"](stamp, "camera"), *body)
+        self.raw(topic, kind, stamp_ns + late_ns, bytes(self._store.serialize_cdr(message, kind)))
+
+    def _add(
+        self,
+        topic: str,
+        kind: str,
+        at_ns: int,
+        data: bytes,
+        encoding: str = "json",
+        definition: str = '{"type": "object"}',
+    ) -> None:
+        if topic not in self._channels:
+            form = "jsonschema" if encoding == "json" else "ros2msg"
+            schema = self._writer.register_schema(kind, form, definition.encode())
+            self._channels[topic] = self._writer.register_channel(topic, encoding, schema)
+        number = self._numbers[topic] = self._numbers.get(topic, 0) + 1
+        self._writer.add_message(self._channels[topic], at_ns, data, at_ns, sequence=number)
+
+
+def _stamp(stamp_ns: int) -> dict[str, int]:
+    return {"sec": stamp_ns // S, "nsec": stamp_ns % S}
+
+
+def saved(frame: Frame, form: str = "JPEG", **options: Any) -> bytes:
+    """An image file of a frame."""
+    from PIL import Image
+
+    file = BytesIO()
+    Image.fromarray(frame).save(file, form, **options)
+    return file.getvalue()
+
+
+def opened(data: bytes) -> Frame:
+    """Its RGB, by Pillow alone."""
+    from PIL import Image
+
+    return np.asarray(Image.open(BytesIO(data)).convert("RGB"))
+
+
+def camera(
+    name: str, topic: str, size: tuple[int, int] = (HEIGHT, WIDTH), **more: Any
+) -> StreamConfig:
+    image = ImageConfig(height=size[0], width=size[1], **{"dtype": "float32"} | more)
+    recorded = RecordedAs(topic=topic)
+    return StreamConfig(name=name, rate_hz=30, image=image, recorded=recorded, max_age_ms=100)
+
+
+def arm(**more: Any) -> StreamConfig:
+    recorded = RecordedAs(topic="/arm", fields=("joints",))
+    return stream("arm", dim=2, rate_hz=100, recorded=recorded, **more)
+
+
+def two_cameras(**more: Any) -> PipelineConfig:
+    """An arm, a raw camera and one of JPEGs whose newest two frames are read."""
+    top = camera("top", "/top", resize=(8, 9), mean=(0.4, 0.5, 0.6), std=(0.2, 0.3, 0.4))
+    wrist = camera("wrist", "/wrist", frames=2, dtype="bfloat16", mean=(0.3, 0.2, 0.1))
+    return config(arm(), top, wrist, steps=3, **{"dt_ms": 20} | more)
+
+
+def write_cameras(
+    path: Path, number: int = 0, seconds: float = 1.0, *, damaged: tuple[int, ...] = ()
+) -> dict[str, list[Frame]]:
+    """Files for ``two_cameras``; returns what a reader sees of all frames.
+
+    The cameras' periods fit neither each other nor the window's; the JPEGs come 25 ms late, and two
+    of them out of turn. ``damaged``: of JPEGs, by number from 0, that are cut short.
+    """
+    events: list[tuple[int, str, int]] = []
+    for kind, period_ms, late_ms in (("arm", 10, 0), ("top", 33, 4), ("wrist", 41, 25)):
+        for count, at_ms in enumerate(range(0, round(1000 * seconds), period_ms)):
+            late = late_ms + (60 if kind == "wrist" and count == 7 else 0)
+            events.append((ORIGIN_NS + number * 10 * S + at_ms * MS, kind, late * MS))
+    frames: dict[str, list[Frame]] = {"top": [], "wrist": []}
+    counts = {"arm": 0, "top": 0, "wrist": 0}
+    with CameraFile(path) as file:
+        for stamp_ns, kind, late_ns in sorted(events, key=lambda event: event[0] + event[2]):
+            count = counts[kind]
+            counts[kind] += 1
+            frame = picture(HEIGHT, WIDTH, 100 * number + count)
+            if kind == "arm":
+                file.arm(stamp_ns, np.sin(count), number, late_ns=late_ns)
+            elif kind == "top":
+                file.image("/top", stamp_ns, frame[..., ::-1], "bgr8", late_ns=late_ns)
+                frames[kind].append(frame)
+            else:
+                data = saved(frame)
+                cut = data[: len(data) * 9 // 10] if count in damaged else data
+                file.compressed("/wrist", stamp_ns, cut, late_ns=late_ns)
+                frames[kind].append(opened(data))
+    return frames
