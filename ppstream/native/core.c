@@ -7,9 +7,10 @@
  */
 #include "module.h"
 
+#include <errno.h>
 #include <sys/socket.h>
 
-#define API 6 /* loader.py has the same number; both change with this module's interface */
+#define API 7 /* loader.py has the same number; both change with this module's interface */
 #define NEVER_NS (-((int64_t)1 << 62))
 #define READABLE (PyBUF_C_CONTIGUOUS | PyBUF_FORMAT)
 
@@ -28,6 +29,7 @@ typedef struct {
 typedef struct {
     PyObject_HEAD
     long long accepted, count, settled, newest_ns, newest_rx_ns;
+    char takes; /* samples of float32, and nobody else is told of them */
     int64_t capacity, dim;
     uint64_t gap_ns;
     Py_buffer values, stamps, held, head; /* [N, D] float32 or none; int64 [N], [1], [1] */
@@ -91,13 +93,31 @@ static int are_next(const Ring *ring, const char *stamps, int64_t n)
     return 1;
 }
 
-/* True for a stamp that StampFilter.accepts takes without learning from it. */
-static int is_plausible(const Clock *clock, int64_t stamp_ns, int64_t rx_ns)
+/* StampFilter.accepts, which is called only where it learns or refuses; -1 with an exception. */
+static int accepts(Clock *clock, int64_t stamp_ns, int64_t rx_ns)
 {
     int64_t lead_ns;
-    if (__builtin_sub_overflow(stamp_ns, rx_ns, &lead_ns) || clock->best_ns <= NEVER_NS)
-        return 0;
-    return lead_ns >= clock->floor_ns && lead_ns <= clock->best_ns && rx_ns < clock->best_until_ns;
+    if (!__builtin_sub_overflow(stamp_ns, rx_ns, &lead_ns) && clock->best_ns > NEVER_NS &&
+        lead_ns >= clock->floor_ns && lead_ns <= clock->best_ns && rx_ns < clock->best_until_ns) {
+        clock->rejected = 0;
+        clock->stale_since_ns = NEVER_NS;
+        return 1;
+    }
+    PyObject *answer = PyObject_CallMethod((PyObject *)clock, "accepts", "LL",
+                                           (long long)stamp_ns, (long long)rx_ns);
+    int is_accepted = answer ? PyObject_IsTrue(answer) : -1;
+    Py_XDECREF(answer);
+    return is_accepted;
+}
+
+/* Counts samples in flight as dropped; false with an exception. */
+static int drop(Ledger *ledger, const char *reason, int64_t samples)
+{
+    PyObject *done = samples <= 0 ? Py_NewRef(Py_None)
+                                  : PyObject_CallMethod((PyObject *)ledger, "drop", "sL", reason,
+                                                        (long long)samples);
+    Py_XDECREF(done);
+    return done != NULL;
 }
 
 static int are_finite(const char *values, int64_t n)
@@ -122,28 +142,30 @@ static void store(Ring *ring, const char *stamps, const char *values, int64_t n)
     memcpy(to_values, values + first * bytes, (n - first) * bytes);
 }
 
-/* n, or 0 with nothing touched. */
+/* n; 0 with nothing touched: not mine; -1 with an exception. */
 static int64_t append(Ring *ring, const char *stamps, const char *values, int64_t n, int64_t rx_ns,
                       Ledger *ledger, Clock *clock)
 {
-    if (!is_sound(ring) || n < 1 || n > ring->capacity)
+    if (!ring->takes || !ring->values.buf || !is_sound(ring) || n < 1 || n > ring->capacity ||
+        !are_next(ring, stamps, n) || !are_finite(values, n * ring->dim))
         return 0;
-    int64_t count = ring->count + n < ring->capacity ? ring->count + n : ring->capacity;
-    int64_t oldest = ring->accepted + n - count, newest_ns = read_stamp(stamps, n - 1);
-    if (ring->settled < oldest || !are_next(ring, stamps, n) ||
-        !is_plausible(clock, newest_ns, rx_ns) || !are_finite(values, n * ring->dim))
-        return 0;
+    int64_t newest_ns = read_stamp(stamps, n - 1);
+    int is_accepted = accepts(clock, newest_ns, rx_ns);
+    if (is_accepted != 1)
+        return is_accepted;
     store(ring, stamps, values, n);
     ring->accepted += n;
-    *(int64_t *)ring->held.buf = ring->count = count;
+    ring->count = ring->count + n < ring->capacity ? ring->count + n : ring->capacity;
+    *(int64_t *)ring->held.buf = ring->count;
     *(int64_t *)ring->head.buf = slot_of(ring, 0);
     ring->newest_ns = newest_ns;
     ring->newest_rx_ns = rx_ns;
     ledger->received += n;
     ledger->in_flight += n;
-    clock->rejected = 0;
-    clock->stale_since_ns = NEVER_NS;
-    return n;
+    int64_t oldest = ring->accepted - ring->count, overwritten = oldest - ring->settled;
+    if (overwritten > 0)
+        ring->settled = oldest;
+    return drop(ledger, "overwritten", overwritten) ? n : -1;
 }
 
 static PyObject *ring_try_append(PyObject *self, PyObject *args)
@@ -158,7 +180,7 @@ static PyObject *ring_try_append(PyObject *self, PyObject *args)
     if (PyObject_GetBuffer(from_stamps, &stamps, READABLE) < 0 ||
         PyObject_GetBuffer(from_values, &values, READABLE) < 0)
         PyErr_Clear(); /* with holes in memory: not mine */
-    else if (ring->values.buf && values.len == stamps.len / 8 * ring->dim * 4 &&
+    else if (values.len == stamps.len / 8 * ring->dim * 4 &&
              (is_of(&stamps, 1, 'l') || (is_of(&stamps, 1, 'B') && stamps.len % 8 == 0)) &&
              (is_of(&values, 1, 'B') ||
               (is_of(&values, 2, 'f') && values.shape[1] == ring->dim)))
@@ -166,7 +188,7 @@ static PyObject *ring_try_append(PyObject *self, PyObject *args)
                        (Clock *)clock);
     PyBuffer_Release(&stamps);
     PyBuffer_Release(&values);
-    return PyLong_FromLongLong(taken);
+    return taken < 0 ? NULL : PyLong_FromLongLong(taken);
 }
 
 /* ---- receive: Samples of robot_messages.py behind their first bytes, which are known ---------- */
@@ -189,36 +211,55 @@ static int64_t open_binary(const unsigned char **at, const unsigned char *end)
     return length <= end - from ? length : -1;
 }
 
-/* Takes a packet off the socket once its samples are in the ring; else nothing is touched. */
-static PyObject *ring_try_receive(PyObject *self, PyObject *args)
+/* As append, for a packet of one of these lines. */
+static int64_t take(PyObject *lines, const unsigned char *packet, int64_t size, int64_t rx_ns)
 {
-    static unsigned char packet[PACKET_BYTES]; /* whoever holds the GIL has it */
-    Ring *ring = (Ring *)self;
-    PyObject *ledger, *clock;
-    Py_buffer prefix;
-    long long rx_ns, taken = 0;
-    int fd;
-    if (!PyArg_ParseTuple(args, "iy*LO!O!", &fd, &prefix, &rx_ns, ledger_type, &ledger, clock_type,
-                          &clock))
-        return NULL;
-    struct iovec into = {packet, sizeof packet};
-    struct msghdr message = {.msg_iov = &into, .msg_iovlen = 1};
-    ssize_t size = recvmsg(fd, &message, MSG_PEEK | MSG_DONTWAIT);
-    if (size > prefix.len && !(message.msg_flags & (MSG_TRUNC | MSG_CTRUNC)) &&
-        memcmp(packet, prefix.buf, prefix.len) == 0 && ring->values.buf) {
-        const unsigned char *stamps = packet + prefix.len, *end = packet + size;
+    for (Py_ssize_t i = 0; i < PyTuple_Size(lines); i++) {
+        const char *prefix;
+        Py_ssize_t length;
+        Ring *ring;
+        PyObject *ledger, *clock;
+        if (!PyArg_ParseTuple(PyTuple_GetItem(lines, i), "y#O!O!O!", &prefix, &length, ring_type,
+                              &ring, ledger_type, &ledger, clock_type, &clock))
+            return -1;
+        if (size <= length || memcmp(packet, prefix, length))
+            continue;
+        const unsigned char *stamps = packet + length, *end = packet + size;
         int64_t bytes = open_binary(&stamps, end);
         const unsigned char *values = stamps + (bytes > 0 ? bytes : 0);
-        if (bytes > 0 && bytes % 8 == 0 &&
-            open_binary(&values, end) == bytes / 8 * ring->dim * 4 &&
-            end - values == bytes / 8 * ring->dim * 4)
-            taken = append(ring, (const char *)stamps, (const char *)values, bytes / 8, rx_ns,
-                           (Ledger *)ledger, (Clock *)clock);
+        if (bytes <= 0 || bytes % 8 || open_binary(&values, end) != bytes / 8 * ring->dim * 4 ||
+            end - values != bytes / 8 * ring->dim * 4)
+            return 0;
+        return append(ring, (const char *)stamps, (const char *)values, bytes / 8, rx_ns,
+                      (Ledger *)ledger, (Clock *)clock);
     }
-    PyBuffer_Release(&prefix);
-    if (taken)
+    return 0;
+}
+
+/* Takes a packet off the socket once its samples are in a ring; at another one it ends. */
+static PyObject *receive(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    unsigned char packet[PACKET_BYTES];
+    PyObject *lines;
+    int fd, most, packets;
+    long long rx_ns, taken = 0;
+    int64_t n = 0;
+    if (!PyArg_ParseTuple(args, "iO!Li", &fd, &PyTuple_Type, &lines, &rx_ns, &most))
+        return NULL;
+    for (packets = 0; packets < most; packets++) {
+        struct iovec into = {packet, sizeof packet};
+        struct msghdr message = {.msg_iov = &into, .msg_iovlen = 1};
+        ssize_t size = recvmsg(fd, &message, MSG_PEEK | MSG_DONTWAIT);
+        if (size < 0 && errno == EAGAIN)
+            break;
+        int is_whole = size > 0 && !(message.msg_flags & (MSG_TRUNC | MSG_CTRUNC));
+        n = is_whole ? take(lines, packet, size, rx_ns) : 0;
+        if (n <= 0)
+            return n ? NULL : Py_BuildValue("LiO", taken, packets, Py_True);
         recv(fd, packet, 1, MSG_DONTWAIT); /* of a packet the rest goes, too */
-    return PyLong_FromLongLong(taken);
+        taken += n;
+    }
+    return Py_BuildValue("LiO", taken, packets, Py_False);
 }
 
 /* ---- cut: bracket.py, blend.py, mixing.py and trust.py of ppstream_kernels ------------------- */
@@ -301,7 +342,7 @@ static PyObject *ring_cut(PyObject *self, PyObject *args)
 static PyObject *ring_account(PyObject *self, PyObject *args)
 {
     Ring *ring = (Ring *)self;
-    PyObject *ledger, *done = NULL;
+    PyObject *ledger;
     long long first_ns, end_ns;
     if (!PyArg_ParseTuple(args, "LLO!", &first_ns, &end_ns, ledger_type, &ledger))
         return NULL;
@@ -318,12 +359,8 @@ static PyObject *ring_account(PyObject *self, PyObject *args)
         ((Ledger *)ledger)->in_flight -= reached - used_from;
         ((Ledger *)ledger)->used += reached - used_from;
         ring->settled = oldest + reached;
-        if (used_from > from)
-            done = PyObject_CallMethod(ledger, "drop", "sL", "passed_over",
-                                       (long long)(used_from - from));
-        if (used_from > from && done == NULL)
+        if (!drop((Ledger *)ledger, "passed_over", used_from - from))
             return NULL;
-        Py_XDECREF(done);
     }
     return PyLong_FromLongLong(stamp_of(ring, reached - 1));
 }
@@ -394,14 +431,15 @@ static PyMemberDef clock_members[] = {
     FIELD(Clock, "_stale_since_ns", stale_since_ns), END};
 static PyMemberDef ring_members[] = {
     FIELD(Ring, "accepted", accepted), FIELD(Ring, "count", count), FIELD(Ring, "settled", settled),
-    FIELD(Ring, "newest_ns", newest_ns), FIELD(Ring, "newest_rx_ns", newest_rx_ns), END};
+    FIELD(Ring, "newest_ns", newest_ns), FIELD(Ring, "newest_rx_ns", newest_rx_ns),
+    MEMBER(Ring, "_takes", takes, T_BOOL), END};
 static PyMethodDef ring_methods[] = {{"bind", ring_bind, METH_VARARGS, NULL},
                                      {"try_append", ring_try_append, METH_VARARGS, NULL},
-                                     {"try_receive", ring_try_receive, METH_VARARGS, NULL},
                                      {"cut", ring_cut, METH_VARARGS, NULL},
                                      {"account", ring_account, METH_VARARGS, NULL},
                                      {NULL, NULL, 0, NULL}};
 static PyMethodDef functions[] = {{"are_inside", are_inside, METH_VARARGS, NULL},
+                                  {"receive", receive, METH_VARARGS, NULL},
                                   {NULL, NULL, 0, NULL}};
 static PyType_Slot ledger_slots[] = {{Py_tp_members, ledger_members}, {0, NULL}};
 static PyType_Slot clock_slots[] = {{Py_tp_members, clock_members}, {0, NULL}};
