@@ -30,6 +30,7 @@ typedef struct {
     PyObject_HEAD
     long long accepted, count, settled, newest_ns, newest_rx_ns;
     char takes; /* samples of float32, and nobody else is told of them */
+    int64_t overwritten; /* before a window used them, and not told to the ledger yet */
     int64_t capacity, dim;
     uint64_t gap_ns;
     Py_buffer values, stamps, held, head; /* [N, D] float32 or none; int64 [N], [1], [1] */
@@ -98,7 +99,8 @@ static int accepts(Clock *clock, int64_t stamp_ns, int64_t rx_ns)
 {
     int64_t lead_ns;
     if (!__builtin_sub_overflow(stamp_ns, rx_ns, &lead_ns) && clock->best_ns > NEVER_NS &&
-        lead_ns >= clock->floor_ns && lead_ns <= clock->best_ns && rx_ns < clock->best_until_ns) {
+        lead_ns >= clock->floor_ns && lead_ns <= clock->best_ns &&
+        rx_ns < clock->best_until_ns && stamp_ns <= -NEVER_NS) {
         clock->rejected = 0;
         clock->stale_since_ns = NEVER_NS;
         return 1;
@@ -142,7 +144,15 @@ static void store(Ring *ring, const char *stamps, const char *values, int64_t n)
     memcpy(to_values, values + first * bytes, (n - first) * bytes);
 }
 
-/* n; 0 with nothing touched: not mine; -1 with an exception. */
+/* False with an exception. */
+static int tell_overwritten(Ring *ring, Ledger *ledger)
+{
+    int64_t samples = ring->overwritten;
+    ring->overwritten = 0;
+    return drop(ledger, "overwritten", samples);
+}
+
+/* n; 0 with nothing touched: not mine; -1 with an exception. Then tell_overwritten. */
 static int64_t append(Ring *ring, const char *stamps, const char *values, int64_t n, int64_t rx_ns,
                       Ledger *ledger, Clock *clock)
 {
@@ -162,10 +172,12 @@ static int64_t append(Ring *ring, const char *stamps, const char *values, int64_
     ring->newest_rx_ns = rx_ns;
     ledger->received += n;
     ledger->in_flight += n;
-    int64_t oldest = ring->accepted - ring->count, overwritten = oldest - ring->settled;
-    if (overwritten > 0)
+    int64_t oldest = ring->accepted - ring->count;
+    if (ring->settled < oldest) {
+        ring->overwritten += oldest - ring->settled;
         ring->settled = oldest;
-    return drop(ledger, "overwritten", overwritten) ? n : -1;
+    }
+    return n;
 }
 
 static PyObject *ring_try_append(PyObject *self, PyObject *args)
@@ -188,12 +200,13 @@ static PyObject *ring_try_append(PyObject *self, PyObject *args)
                        (Clock *)clock);
     PyBuffer_Release(&stamps);
     PyBuffer_Release(&values);
-    return taken < 0 ? NULL : PyLong_FromLongLong(taken);
+    int is_told = taken >= 0 && tell_overwritten(ring, (Ledger *)ledger);
+    return is_told ? PyLong_FromLongLong(taken) : NULL;
 }
 
 /* ---- receive: Samples of robot_messages.py behind their first bytes, which are known ---------- */
 
-enum { PACKET_BYTES = 1 << 15, BIN_8 = 0xc4, BIN_16 = 0xc5 };
+enum { PACKETS = 16, PACKET_BYTES = 1 << 15, BIN_8 = 0xc4, BIN_16 = 0xc5 };
 
 /* Length of the MessagePack binary at *at, which then points to its bytes; -1: not mine. */
 static int64_t open_binary(const unsigned char **at, const unsigned char *end)
@@ -211,55 +224,112 @@ static int64_t open_binary(const unsigned char **at, const unsigned char *end)
     return length <= end - from ? length : -1;
 }
 
+typedef struct {
+    const char *prefix;
+    Py_ssize_t length;
+    Ring *ring;
+    Ledger *ledger;
+    Clock *clock;
+} StreamLine;
+
+/* False with an exception. */
+static int get_line(PyObject *lines, Py_ssize_t index, StreamLine *line)
+{
+    return PyArg_ParseTuple(PyTuple_GetItem(lines, index), "y#O!O!O!", &line->prefix, &line->length,
+                            ring_type, &line->ring, ledger_type, &line->ledger, clock_type,
+                            &line->clock);
+}
+
 /* As append, for a packet of one of these lines. */
 static int64_t take(PyObject *lines, const unsigned char *packet, int64_t size, int64_t rx_ns)
 {
+    StreamLine line;
     for (Py_ssize_t i = 0; i < PyTuple_Size(lines); i++) {
-        const char *prefix;
-        Py_ssize_t length;
-        Ring *ring;
-        PyObject *ledger, *clock;
-        if (!PyArg_ParseTuple(PyTuple_GetItem(lines, i), "y#O!O!O!", &prefix, &length, ring_type,
-                              &ring, ledger_type, &ledger, clock_type, &clock))
+        if (!get_line(lines, i, &line))
             return -1;
-        if (size <= length || memcmp(packet, prefix, length))
+        if (size <= line.length || memcmp(packet, line.prefix, line.length))
             continue;
-        const unsigned char *stamps = packet + length, *end = packet + size;
-        int64_t bytes = open_binary(&stamps, end);
+        const unsigned char *stamps = packet + line.length, *end = packet + size;
+        int64_t bytes = open_binary(&stamps, end), row = line.ring->dim * 4;
         const unsigned char *values = stamps + (bytes > 0 ? bytes : 0);
-        if (bytes <= 0 || bytes % 8 || open_binary(&values, end) != bytes / 8 * ring->dim * 4 ||
-            end - values != bytes / 8 * ring->dim * 4)
+        if (bytes <= 0 || bytes % 8 || open_binary(&values, end) != bytes / 8 * row ||
+            end - values != bytes / 8 * row)
             return 0;
-        return append(ring, (const char *)stamps, (const char *)values, bytes / 8, rx_ns,
-                      (Ledger *)ledger, (Clock *)clock);
+        return append(line.ring, (const char *)stamps, (const char *)values, bytes / 8, rx_ns,
+                      line.ledger, line.clock);
     }
     return 0;
 }
 
-/* Takes a packet off the socket once its samples are in a ring; at another one it ends. */
+/* (bytes, descriptor or -1, flags) of a packet that was read. */
+static PyObject *read_packet(const struct mmsghdr *found)
+{
+    int fd = -1;
+    const struct cmsghdr *control = CMSG_FIRSTHDR(&found->msg_hdr);
+    if (control && control->cmsg_level == SOL_SOCKET && control->cmsg_type == SCM_RIGHTS)
+        memcpy(&fd, CMSG_DATA(control), sizeof fd);
+    return Py_BuildValue("y#ii", found->msg_hdr.msg_iov->iov_base, (Py_ssize_t)found->msg_len, fd,
+                         found->msg_hdr.msg_flags & ~MSG_CMSG_CLOEXEC);
+}
+
+/* Reads up to PACKETS and takes the first ones that are samples; -1 with an exception. */
+static int receive_some(int fd, PyObject *lines, int64_t rx_ns, long long *samples, int *taken,
+                        PyObject *others)
+{
+    static unsigned char packets[PACKETS][PACKET_BYTES];
+    static char controls[PACKETS][CMSG_SPACE(sizeof(int))] __attribute__((aligned(8)));
+    struct iovec into[PACKETS];
+    struct mmsghdr found[PACKETS];
+    for (int i = 0; i < PACKETS; i++) {
+        into[i] = (struct iovec){packets[i], PACKET_BYTES};
+        found[i] = (struct mmsghdr){.msg_hdr = {.msg_iov = &into[i], .msg_iovlen = 1,
+                                                .msg_control = controls[i],
+                                                .msg_controllen = CMSG_LEN(sizeof(int))}};
+    }
+    int n = recvmmsg(fd, found, PACKETS, MSG_DONTWAIT | MSG_CMSG_CLOEXEC, NULL), begin = *taken;
+    for (int i = 0; i < n; i++) {
+        const struct msghdr *message = &found[i].msg_hdr;
+        int is_plain = !message->msg_controllen && !(message->msg_flags & (MSG_TRUNC | MSG_CTRUNC));
+        int64_t here = 0;
+        if (is_plain && *taken - begin == i)
+            here = take(lines, packets[i], found[i].msg_len, rx_ns);
+        PyObject *other = here ? NULL : read_packet(&found[i]);
+        int is_lost = here < 0 || (!here && (!other || PyList_Append(others, other) < 0));
+        Py_XDECREF(other);
+        if (is_lost)
+            return -1;
+        *samples += here;
+        *taken += here > 0;
+        if (found[i].msg_len == 0) /* the end, again and again */
+            break;
+    }
+    return n;
+}
+
+/* Takes a socket's packets of samples; what comes from the first other one on it only reads. */
 static PyObject *receive(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    unsigned char packet[PACKET_BYTES];
-    PyObject *lines;
-    int fd, most, packets;
-    long long rx_ns, taken = 0;
-    int64_t n = 0;
-    if (!PyArg_ParseTuple(args, "iO!Li", &fd, &PyTuple_Type, &lines, &rx_ns, &most))
+    static int is_busy; /* whoever has the GIL has the memory, but a call of Python's may lose it */
+    PyObject *lines, *others = NULL;
+    int fd, most, n = PACKETS, taken = 0;
+    long long rx_ns, samples = 0;
+    if (!PyArg_ParseTuple(args, "iO!Li", &fd, &PyTuple_Type, &lines, &rx_ns, &most) ||
+        (others = PyList_New(0)) == NULL)
         return NULL;
-    for (packets = 0; packets < most; packets++) {
-        struct iovec into = {packet, sizeof packet};
-        struct msghdr message = {.msg_iov = &into, .msg_iovlen = 1};
-        ssize_t size = recvmsg(fd, &message, MSG_PEEK | MSG_DONTWAIT);
-        if (size < 0 && errno == EAGAIN)
-            break;
-        int is_whole = size > 0 && !(message.msg_flags & (MSG_TRUNC | MSG_CTRUNC));
-        n = is_whole ? take(lines, packet, size, rx_ns) : 0;
-        if (n <= 0)
-            return n ? NULL : Py_BuildValue("LiO", taken, packets, Py_True);
-        recv(fd, packet, 1, MSG_DONTWAIT); /* of a packet the rest goes, too */
-        taken += n;
+    if (!is_busy) {
+        is_busy = 1;
+        while (n == PACKETS && taken < most && PyList_Size(others) == 0)
+            n = receive_some(fd, lines, rx_ns, &samples, &taken, others);
+        is_busy = 0;
     }
-    return Py_BuildValue("LiO", taken, packets, Py_False);
+    StreamLine line;
+    for (Py_ssize_t i = 0; !PyErr_Occurred() && i < PyTuple_Size(lines); i++)
+        if (get_line(lines, i, &line))
+            tell_overwritten(line.ring, line.ledger);
+    if (!PyErr_Occurred())
+        return Py_BuildValue("LiN", samples, taken, others);
+    Py_DECREF(others);
+    return NULL;
 }
 
 /* ---- cut: bracket.py, blend.py, mixing.py and trust.py of ppstream_kernels ------------------- */

@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 from numpy.typing import NDArray
 
 API: int
+Packet: TypeAlias = tuple[bytes, int, int]  # no bytes at the end; a descriptor or -1; msg_flags
 Line: TypeAlias = tuple[bytes, Ring, Ledger, Clock]  # the prefix of a stream's ``Samples``
 
 class Ledger:
@@ -164,15 +165,18 @@ class Waiter:
     def wake(self) -> None:
         """As ``Waiter.wake``. Whoever calls it holds the GIL, so it needs no lock."""
 
-def receive(fd: int, lines: tuple[Line, ...], rx_ns: int, most: int, /) -> tuple[int, int, bool]:
-    """Take the packets of a socket, at most ``most``, up to one that is not mine and stays there.
+def receive(
+    fd: int, lines: tuple[Line, ...], rx_ns: int, most: int, /
+) -> tuple[int, int, list[Packet]]:
+    """Take the samples in a socket's packets, some 16 at a time, until ``most`` or more are read.
 
-    It is mine if it is the prefix of a line, then stamps and values as ``Samples`` has them, no
-    descriptor with them, and ``try_append`` of the line's ring takes these.
+    A packet is mine if it is the prefix of a line, then stamps and values as ``Samples`` has them,
+    no descriptor with them, and ``try_append`` of the line's ring takes these. At one that is not
+    it ends; those that were read with it are behind it in the list, samples or not.
 
     Returns:
-        Samples and packets taken; True: the usual way is to look at what comes next, which may be
-        the end of the connection.
+        Samples and packets taken, and what else was read. Nothing at all as well when another
+        thread is here.
     """
 
 def are_inside(actions: NDArray[Any], low: memoryview, high: memoryview, /) -> bool:

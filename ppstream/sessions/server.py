@@ -56,11 +56,10 @@ from ppstream.wire.robot_messages import (
 )
 
 if TYPE_CHECKING:
-    import socket
-
     from ppstream.config.schema import PipelineConfig
     from ppstream.ingest.rows import RowInput
     from ppstream.native.core import Line
+    from ppstream.wire.message_socket import PacketSource
 
 LOOK_NS: Final = 100 * NS_PER_MS  # who is alone is read in the usual way so often
 LOST_PAUSE_NS: Final = 20 * NS_PER_MS  # between two answers to strangers: no amplifier of a flood
@@ -71,7 +70,7 @@ class _Alone(NamedTuple):
     """A robot with the only row: the core takes its samples, some packets in one call."""
 
     session: Session
-    connection: socket.socket
+    source: PacketSource
     lines: tuple[Line, ...]  # by stream
 
 
@@ -204,26 +203,27 @@ class Sessions:
     # ---- frames ------------------------------------------------------------------------------
 
     def _take_from(self, alone: _Alone, now_ns: int) -> tuple[int, bool]:
-        """Take what a lone robot has sent, up to a frame that is no plain sample.
+        """Take what a lone robot has sent, up to some frames of which one is no plain sample.
 
         Nothing limits how much that robot may send (``table.py``).
 
         Returns:
             How many samples; True: they were all that woke this rank, as far as is known.
         """
-        session, connection, lines = alone
-        fd = connection.fileno()
-        taken, frames, is_other = native.receive(fd, lines, now_ns, LONE_FRAMES)
+        session, source, lines = alone
+        taken, frames, others = native.receive(source.fileno(), lines, now_ns, LONE_FRAMES)
         if frames:
             session.heard_ns = now_ns
             self._counts.frames_handled += frames
-        return taken, bool(frames) and not is_other
+        if others:
+            taken += sum(self._handle(frame, now_ns) for frame in source.messages(others))
+        return taken, bool(frames) and not others
 
     def _find_alone(self, session: Session) -> _Alone | None:
         """Returns the robot that has the only row if it sends packets, and no encoded stream."""
-        connection = self._socket.packets_of(session.peer)
+        source = self._socket.packets_of(session.peer)
         is_usual = self._config.batch.rows == 1 and not self._config.policy.instructions
-        if not native.is_used or connection is None or not is_usual:
+        if not native.is_used or source is None or not is_usual:
             return None
         if any(stream.is_encoded for stream in session.streams):
             return None
@@ -232,7 +232,7 @@ class Sessions:
         for index, stream in enumerate(session.streams):
             whole = encoder.encode(Samples(session.id, index, empty, empty))
             lines.append(stream.ring.line(whole[: -2 * len(NO_BYTES)]))
-        return _Alone(session, connection, tuple(lines))
+        return _Alone(session, source, tuple(lines))
 
     def _handle(self, frame: Frame, now_ns: int) -> int:
         """Handle one frame; returns how many samples the rings accepted."""

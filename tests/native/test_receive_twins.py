@@ -23,7 +23,7 @@ from ppstream.recording.items import RowTap
 from ppstream.recording.recorder import Recorder
 from ppstream.wire.fields import DECODE_ERRORS, encoder
 from ppstream.wire.robot_messages import NO_BYTES, Samples, from_robot
-from ppstream.wire.unix_socket import seqpacket
+from ppstream.wire.unix_socket import PACKET_BYTES_MAX, seqpacket
 
 pytestmark = pytest.mark.skipif(not native.is_used, reason="there is no compiled core")
 SESSION, CAPACITY, MOST = 1 << 40, 9, 4
@@ -56,7 +56,7 @@ class Receivers:
     def states(self) -> list[Any]:
         return [state_of(*pair) for pair in self.pairs]
 
-    def receive(self, most: int = MOST) -> tuple[int, int, bool]:
+    def receive(self, most: int = MOST) -> tuple[int, int, list[Any]]:
         return native.receive(self.rank0.fileno(), self.lines, self.rx_ns, most)
 
     def send(self, *packets: bytes) -> list[int]:
@@ -66,17 +66,17 @@ class Receivers:
             self.robot.send(packet)
         left, found = [*packets], []
         while left:
-            taken, count, is_other = self.receive()
+            taken, count, others = self.receive()
             found.append(taken)
             assert taken == sum(self._take_python(packet) for packet in left[:count])
-            del left[:count]
-            assert is_other == (count < MOST and bool(left))
+            assert others == [(packet, -1, 0) for packet in left[count : count + len(others)]]
+            assert others or count == len(left) or count >= MOST
             states = self.states()
             assert states[0] == states[1]
-            if is_other:
-                assert self.rank0.recv(1 << 16) == left[0]
-                self._take_both(left.pop(0))
-        assert self.receive() == (0, 0, False)
+            for packet in left[count : count + len(others)]:
+                self._take_both(packet)
+            del left[: count + len(others)]
+        assert self.receive() == (0, 0, [])
         return found
 
     def _take_python(self, packet: bytes) -> int:
@@ -178,7 +178,9 @@ def test_one_call_takes_packets_of_all_streams_up_to_one_that_is_another() -> No
         at_ns = FIRST_NS
         first = [body([at_ns + i], [0.5], index=i % 2) for i in range(3)]
         then = [body([at_ns + 5 + i, at_ns + 9 + i], [0.5]) for i in (0, 9, 18, 27, 36)]
-        assert both.send(*first, first[0], *then) == [3, 8, 2]
+        assert both.send(*first) == [3]
+        assert both.send(*then, body([at_ns + 99], [0.5], SESSION + 1), *first) == [10]
+        assert both.send(*[body([at_ns + 100 + i], [0.5]) for i in range(20)]) == [16, 4]
 
 
 def test_samples_that_no_window_used_are_dropped_when_the_ring_is_full() -> None:
@@ -196,10 +198,12 @@ def test_a_recorded_ring_is_left_to_python() -> None:
         ring = both.pairs[0][0].reference
         tap = RowTap(Recorder(None), both.pairs[0][0], 0)
         ring.tap = tap
-        both.robot.send(body([FIRST_NS], [0.5]))
-        assert both.receive() == (0, 0, True)
+        packet = body([FIRST_NS], [0.5])
+        both.robot.send(packet)
+        assert both.receive() == (0, 0, [(packet, -1, 0)])
         ring.tap = None
-        assert both.receive() == (1, 1, False)
+        both.robot.send(packet)
+        assert both.receive() == (1, 1, [])
 
 
 def test_what_the_clock_raises_comes_out() -> None:
@@ -210,26 +214,35 @@ def test_what_the_clock_raises_comes_out() -> None:
         both.robot.send(body([FIRST_NS + 1], [0.5]))
         with pytest.raises(TypeError):
             native.receive(both.rank0.fileno(), ((prefix, ring, ledger, row),), both.rx_ns, MOST)
+        both.robot.send(body([FIRST_NS + 1], [0.5]))
         with pytest.raises(AttributeError):
             native.receive(
                 both.rank0.fileno(), ((prefix, ring, ledger, native.Clock()),), both.rx_ns, MOST
             )
-        assert both.receive() == (1, 1, False)
+        assert both.receive() == (0, 0, [])  # the packets of then are gone
 
 
-def test_a_packet_with_a_descriptor_and_a_closed_socket_are_not_read() -> None:
+def test_a_packet_with_a_descriptor_and_the_end_are_handed_on() -> None:
     with receivers() as both:
         both.send(body([FIRST_NS], [0.5]))
         packet = body([FIRST_NS + MS // 2], [0.5])
+        open_before = len(os.listdir("/proc/self/fd"))
         with open(os.devnull, "rb") as nothing:
             socket.send_fds(both.robot, [packet], [nothing.fileno()])
-        assert both.receive() == (0, 0, True)
-        got, fds, _, _ = socket.recv_fds(both.rank0, 1 << 16, 1)
-        assert got == packet
-        os.close(*fds)
-        assert both.receive() == (0, 0, False)  # nothing is there
+            socket.send_fds(both.robot, [packet], [nothing.fileno()] * 2)
+        both.robot.send(bytes(PACKET_BYTES_MAX + 1))
         both.robot.close()
-        assert both.receive() == (0, 0, True)
-        assert native.receive(-1, both.lines, both.rx_ns, MOST) == (0, 0, True)
+        assert both.rank0.fileno() >= 0
+        taken, count, others = both.receive()
+        assert (taken, count) == (0, 0)
+        (one, fd, flags), (two, second_fd, cut), (_, none, too_long), end = others
+        assert (one, two, flags, cut) == (packet, packet, 0, socket.MSG_CTRUNC)
+        assert (none, too_long) == (-1, socket.MSG_TRUNC)
+        assert end == (b"", -1, 0)
+        assert os.path.samestat(os.fstat(fd), os.stat(os.devnull))
+        os.close(fd)
+        os.close(second_fd)
+        assert len(os.listdir("/proc/self/fd")) == open_before - 1  # the robot's is closed
+        assert native.receive(-1, both.lines, both.rx_ns, MOST) == (0, 0, [])
         with seqpacket() as unconnected:
             assert native.receive(unconnected.fileno(), both.lines, both.rx_ns, MOST)[:2] == (0, 0)
