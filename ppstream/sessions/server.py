@@ -208,7 +208,7 @@ class Sessions:
         Nothing limits how much that robot may send (``table.py``).
 
         Returns:
-            How many samples; True: they were all that woke this rank, as far as is known.
+            How many samples; True: something was there, and woke this rank as far as is known.
         """
         session, source, lines = alone
         taken, frames, others = native.receive(source.fileno(), lines, now_ns, LONE_FRAMES)
@@ -217,7 +217,7 @@ class Sessions:
             self._counts.frames_handled += frames
         if others:
             taken += sum(self._handle(frame, now_ns) for frame in source.messages(others))
-        return taken, bool(frames) and not others
+        return taken, bool(frames or others)
 
     def _find_alone(self, session: Session) -> _Alone | None:
         """Returns the robot that has the only row if it sends packets, and no encoded stream."""

@@ -78,7 +78,7 @@ class MessageSocket(Protocol):
         ...
 
     def packets_of(self, peer: bytes) -> PacketSource | None:
-        """Where the messages of ``peer`` come as packets, for the owner to read; else None."""
+        """Returns the source of ``peer``'s packets, for the owner to read; None: it has none."""
         ...
 
     def refused(self) -> dict[str, int]:
