@@ -18,7 +18,7 @@ from ppstream.core.clock import thread_cpu_ns
 SCHEDSTAT: Final = "/proc/thread-self/schedstat"
 SCHEDSTAT_BYTES: Final = 64
 SHORT_NS: Final = 300_000  # of a stage: what it costs is asked for now and then
-ONE_OF: Final = 8
+ONE_OF: Final = 16
 IDLE: Final = 3  # of the fields of /proc/stat, as the next
 IO_WAIT: Final = 4
 STEAL: Final = 7  # what a hypervisor took

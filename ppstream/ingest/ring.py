@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ppstream.config.schema import StreamConfig
+    from ppstream.native.core import Line
     from ppstream.recording.items import RowTap
 
 FLOAT32_MAX: Final = float(np.finfo(np.float32).max)
@@ -83,7 +84,7 @@ class SensorRing(native.Ring):
         self.settled = 0  # samples below this number are accounted for
         self.newest_ns = NEVER_NS
         self.newest_rx_ns = NEVER_NS
-        self.tap: RowTap | None = None
+        self._tap: RowTap | None = None
         self._clock = clock
         self._capacity = bank.capacity
         self._dim = bank.stream.dim
@@ -106,7 +107,18 @@ class SensorRing(native.Ring):
                 self._heads[row : row + 1],
                 self._gap_ns,
             )
-        self._takes = native.is_used and not self._is_image and self._dtype == np.float32
+        self._is_plain = native.is_used and not self._is_image and self._dtype == np.float32
+        self._takes = self._is_plain  # the core does
+
+    @property
+    def tap(self) -> RowTap | None:
+        """Told of what arrives; set by who records."""
+        return self._tap
+
+    @tap.setter
+    def tap(self, tap: RowTap | None) -> None:
+        self._tap = tap
+        self._takes = self._is_plain and tap is None
 
     def append(self, stamps: NDArray[np.int64], values: NDArray[Any], rx_ns: int) -> int:
         """Take in the samples of one message; nothing bad is raised, all of it is counted.
@@ -121,7 +133,7 @@ class SensorRing(native.Ring):
         Returns:
             How many samples were accepted; the ledger says why others were not.
         """
-        if self._takes and self.tap is None:
+        if self._takes:
             n = self.try_append(stamps, values, rx_ns, self.ledger, self._clock)
             if n:
                 return n
@@ -131,8 +143,8 @@ class SensorRing(native.Ring):
         n = len(stamps)
         if n == 0:
             return 0
-        if self.tap is not None:
-            self.tap.samples(self.stream.name, stamps, values, rx_ns)
+        if self._tap is not None:
+            self._tap.samples(self.stream.name, stamps, values, rx_ns)
         if n > self._capacity:
             self.refuse(OVERWRITTEN, n - self._capacity)
             n = self._capacity
@@ -152,7 +164,7 @@ class SensorRing(native.Ring):
 
     def append_message(self, stamps: memoryview, values: memoryview, rx_ns: int) -> int:
         """As ``append``: int64 stamps and their values as bytes of exactly these samples."""
-        if self._takes and self.tap is None:
+        if self._takes:
             n = self.try_append(stamps, values, rx_ns, self.ledger, self._clock)
             if n:
                 return n
@@ -163,20 +175,12 @@ class SensorRing(native.Ring):
             rx_ns,
         )
 
-    def receive(self, fd: int, prefix: bytes, rx_ns: int) -> int:
-        """Take the next packet of a socket in one call, if it is of the usual kind.
+    def line(self, prefix: bytes) -> Line:
+        """Returns what ``native.receive`` takes this ring's packets by.
 
-        Args:
-            fd: of a packet socket of one robot.
-            prefix: of ``Samples`` of this stream in its session, up to their stamps.
-            rx_ns: as ``append``.
-
-        Returns:
-            How many samples were accepted, all of the packet; 0: it is left where it is.
+        ``prefix`` is that of ``Samples`` of this stream in its session, up to their stamps.
         """
-        if not self._takes or self.tap is not None:
-            return 0
-        return self.try_receive(fd, prefix, rx_ns, self.ledger, self._clock)
+        return prefix, self, self.ledger, self._clock
 
     def refuse(self, reason: str, samples: int) -> None:
         """Count ``samples`` that arrived for this stream and cannot be accepted."""
@@ -208,8 +212,8 @@ class SensorRing(native.Ring):
 
     def clear(self, reason: str) -> None:
         """Empty the ring; what no window has used yet is dropped for ``reason``."""
-        if self.tap is not None:
-            self.tap.cleared(self.stream.name, reason)
+        if self._tap is not None:
+            self._tap.cleared(self.stream.name, reason)
         self._drop_before(self.accepted, reason)
         self._counts[self.row] = self.count = 0
         self.newest_ns = self.newest_rx_ns = NEVER_NS

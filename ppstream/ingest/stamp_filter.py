@@ -67,14 +67,14 @@ class StampFilter(native.Clock):
     def accepts(self, stamp_ns: int, rx_ns: int) -> bool:
         """True when ``stamp_ns`` is neither ahead of its time nor stale; then it is accepted."""
         lead_ns = stamp_ns - rx_ns
+        if stamp_ns > -NEVER_NS:
+            return False
         if self._lead_ns is None:
-            if stamp_ns > -NEVER_NS:
-                return False
             self._lead_ns = lead_ns
-        elif lead_ns > self._lead_ns:
-            if stamp_ns > -NEVER_NS or (
-                self._is_real_time and lead_ns > self._lead_ns + FUTURE_LIMIT_NS
-            ):
+            if not self._is_real_time:  # any lead is as good as the best, for ever
+                self._best_ns = self._best_until_ns = INT64.max
+        elif self._is_real_time and lead_ns > self._lead_ns:
+            if lead_ns > self._lead_ns + FUTURE_LIMIT_NS:
                 return False
             self._lead_ns = lead_ns
         elif lead_ns < self._floor_ns:

@@ -6,6 +6,26 @@ with ``PPSTREAM_NATIVE=0``; ``run.json`` tells. Start reading at ``core.pyi``, `
 ``wait.c``.
 """
 
-from ppstream.native.loader import Bell, Clock, Ledger, Ring, Waiter, are_inside, is_used, why_not
+from ppstream.native.loader import (
+    Bell,
+    Clock,
+    Ledger,
+    Ring,
+    Waiter,
+    are_inside,
+    is_used,
+    receive,
+    why_not,
+)
 
-__all__ = ["Bell", "Clock", "Ledger", "Ring", "Waiter", "are_inside", "is_used", "why_not"]
+__all__ = [
+    "Bell",
+    "Clock",
+    "Ledger",
+    "Ring",
+    "Waiter",
+    "are_inside",
+    "is_used",
+    "receive",
+    "why_not",
+]

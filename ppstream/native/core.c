@@ -7,9 +7,10 @@
  */
 #include "module.h"
 
+#include <errno.h>
 #include <sys/socket.h>
 
-#define API 6 /* loader.py has the same number; both change with this module's interface */
+#define API 7 /* loader.py has the same number; both change with this module's interface */
 #define NEVER_NS (-((int64_t)1 << 62))
 #define READABLE (PyBUF_C_CONTIGUOUS | PyBUF_FORMAT)
 
@@ -28,6 +29,8 @@ typedef struct {
 typedef struct {
     PyObject_HEAD
     long long accepted, count, settled, newest_ns, newest_rx_ns;
+    char takes; /* samples of float32, and nobody else is told of them */
+    int64_t overwritten; /* before a window used them, and not told to the ledger yet */
     int64_t capacity, dim;
     uint64_t gap_ns;
     Py_buffer values, stamps, held, head; /* [N, D] float32 or none; int64 [N], [1], [1] */
@@ -91,13 +94,32 @@ static int are_next(const Ring *ring, const char *stamps, int64_t n)
     return 1;
 }
 
-/* True for a stamp that StampFilter.accepts takes without learning from it. */
-static int is_plausible(const Clock *clock, int64_t stamp_ns, int64_t rx_ns)
+/* StampFilter.accepts, which is called only where it learns or refuses; -1 with an exception. */
+static int accepts(Clock *clock, int64_t stamp_ns, int64_t rx_ns)
 {
     int64_t lead_ns;
-    if (__builtin_sub_overflow(stamp_ns, rx_ns, &lead_ns) || clock->best_ns <= NEVER_NS)
-        return 0;
-    return lead_ns >= clock->floor_ns && lead_ns <= clock->best_ns && rx_ns < clock->best_until_ns;
+    if (!__builtin_sub_overflow(stamp_ns, rx_ns, &lead_ns) && clock->best_ns > NEVER_NS &&
+        lead_ns >= clock->floor_ns && lead_ns <= clock->best_ns &&
+        rx_ns < clock->best_until_ns && stamp_ns <= -NEVER_NS) {
+        clock->rejected = 0;
+        clock->stale_since_ns = NEVER_NS;
+        return 1;
+    }
+    PyObject *answer = PyObject_CallMethod((PyObject *)clock, "accepts", "LL",
+                                           (long long)stamp_ns, (long long)rx_ns);
+    int is_accepted = answer ? PyObject_IsTrue(answer) : -1;
+    Py_XDECREF(answer);
+    return is_accepted;
+}
+
+/* Counts samples in flight as dropped; false with an exception. */
+static int drop(Ledger *ledger, const char *reason, int64_t samples)
+{
+    PyObject *done = samples <= 0 ? Py_NewRef(Py_None)
+                                  : PyObject_CallMethod((PyObject *)ledger, "drop", "sL", reason,
+                                                        (long long)samples);
+    Py_XDECREF(done);
+    return done != NULL;
 }
 
 static int are_finite(const char *values, int64_t n)
@@ -122,27 +144,39 @@ static void store(Ring *ring, const char *stamps, const char *values, int64_t n)
     memcpy(to_values, values + first * bytes, (n - first) * bytes);
 }
 
-/* n, or 0 with nothing touched. */
+/* False with an exception. */
+static int tell_overwritten(Ring *ring, Ledger *ledger)
+{
+    int64_t samples = ring->overwritten;
+    ring->overwritten = 0;
+    return drop(ledger, "overwritten", samples);
+}
+
+/* n; 0 with nothing touched: not mine; -1 with an exception. Then tell_overwritten. */
 static int64_t append(Ring *ring, const char *stamps, const char *values, int64_t n, int64_t rx_ns,
                       Ledger *ledger, Clock *clock)
 {
-    if (!is_sound(ring) || n < 1 || n > ring->capacity)
+    if (!ring->takes || !ring->values.buf || !is_sound(ring) || n < 1 || n > ring->capacity ||
+        !are_next(ring, stamps, n) || !are_finite(values, n * ring->dim))
         return 0;
-    int64_t count = ring->count + n < ring->capacity ? ring->count + n : ring->capacity;
-    int64_t oldest = ring->accepted + n - count, newest_ns = read_stamp(stamps, n - 1);
-    if (ring->settled < oldest || !are_next(ring, stamps, n) ||
-        !is_plausible(clock, newest_ns, rx_ns) || !are_finite(values, n * ring->dim))
-        return 0;
+    int64_t newest_ns = read_stamp(stamps, n - 1);
+    int is_accepted = accepts(clock, newest_ns, rx_ns);
+    if (is_accepted != 1)
+        return is_accepted;
     store(ring, stamps, values, n);
     ring->accepted += n;
-    *(int64_t *)ring->held.buf = ring->count = count;
+    ring->count = ring->count + n < ring->capacity ? ring->count + n : ring->capacity;
+    *(int64_t *)ring->held.buf = ring->count;
     *(int64_t *)ring->head.buf = slot_of(ring, 0);
     ring->newest_ns = newest_ns;
     ring->newest_rx_ns = rx_ns;
     ledger->received += n;
     ledger->in_flight += n;
-    clock->rejected = 0;
-    clock->stale_since_ns = NEVER_NS;
+    int64_t oldest = ring->accepted - ring->count;
+    if (ring->settled < oldest) {
+        ring->overwritten += oldest - ring->settled;
+        ring->settled = oldest;
+    }
     return n;
 }
 
@@ -158,7 +192,7 @@ static PyObject *ring_try_append(PyObject *self, PyObject *args)
     if (PyObject_GetBuffer(from_stamps, &stamps, READABLE) < 0 ||
         PyObject_GetBuffer(from_values, &values, READABLE) < 0)
         PyErr_Clear(); /* with holes in memory: not mine */
-    else if (ring->values.buf && values.len == stamps.len / 8 * ring->dim * 4 &&
+    else if (values.len == stamps.len / 8 * ring->dim * 4 &&
              (is_of(&stamps, 1, 'l') || (is_of(&stamps, 1, 'B') && stamps.len % 8 == 0)) &&
              (is_of(&values, 1, 'B') ||
               (is_of(&values, 2, 'f') && values.shape[1] == ring->dim)))
@@ -166,12 +200,13 @@ static PyObject *ring_try_append(PyObject *self, PyObject *args)
                        (Clock *)clock);
     PyBuffer_Release(&stamps);
     PyBuffer_Release(&values);
-    return PyLong_FromLongLong(taken);
+    int is_told = taken >= 0 && tell_overwritten(ring, (Ledger *)ledger);
+    return is_told ? PyLong_FromLongLong(taken) : NULL;
 }
 
 /* ---- receive: Samples of robot_messages.py behind their first bytes, which are known ---------- */
 
-enum { PACKET_BYTES = 1 << 15, BIN_8 = 0xc4, BIN_16 = 0xc5 };
+enum { PACKETS = 16, PACKET_BYTES = 1 << 15, BIN_8 = 0xc4, BIN_16 = 0xc5 };
 
 /* Length of the MessagePack binary at *at, which then points to its bytes; -1: not mine. */
 static int64_t open_binary(const unsigned char **at, const unsigned char *end)
@@ -189,36 +224,112 @@ static int64_t open_binary(const unsigned char **at, const unsigned char *end)
     return length <= end - from ? length : -1;
 }
 
-/* Takes a packet off the socket once its samples are in the ring; else nothing is touched. */
-static PyObject *ring_try_receive(PyObject *self, PyObject *args)
+typedef struct {
+    const char *prefix;
+    Py_ssize_t length;
+    Ring *ring;
+    Ledger *ledger;
+    Clock *clock;
+} StreamLine;
+
+/* False with an exception. */
+static int get_line(PyObject *lines, Py_ssize_t index, StreamLine *line)
 {
-    static unsigned char packet[PACKET_BYTES]; /* whoever holds the GIL has it */
-    Ring *ring = (Ring *)self;
-    PyObject *ledger, *clock;
-    Py_buffer prefix;
-    long long rx_ns, taken = 0;
-    int fd;
-    if (!PyArg_ParseTuple(args, "iy*LO!O!", &fd, &prefix, &rx_ns, ledger_type, &ledger, clock_type,
-                          &clock))
-        return NULL;
-    struct iovec into = {packet, sizeof packet};
-    struct msghdr message = {.msg_iov = &into, .msg_iovlen = 1};
-    ssize_t size = recvmsg(fd, &message, MSG_PEEK | MSG_DONTWAIT);
-    if (size > prefix.len && !(message.msg_flags & (MSG_TRUNC | MSG_CTRUNC)) &&
-        memcmp(packet, prefix.buf, prefix.len) == 0 && ring->values.buf) {
-        const unsigned char *stamps = packet + prefix.len, *end = packet + size;
-        int64_t bytes = open_binary(&stamps, end);
+    return PyArg_ParseTuple(PyTuple_GetItem(lines, index), "y#O!O!O!", &line->prefix, &line->length,
+                            ring_type, &line->ring, ledger_type, &line->ledger, clock_type,
+                            &line->clock);
+}
+
+/* As append, for a packet of one of these lines. */
+static int64_t take(PyObject *lines, const unsigned char *packet, int64_t size, int64_t rx_ns)
+{
+    StreamLine line;
+    for (Py_ssize_t i = 0; i < PyTuple_Size(lines); i++) {
+        if (!get_line(lines, i, &line))
+            return -1;
+        if (size <= line.length || memcmp(packet, line.prefix, line.length))
+            continue;
+        const unsigned char *stamps = packet + line.length, *end = packet + size;
+        int64_t bytes = open_binary(&stamps, end), row = line.ring->dim * 4;
         const unsigned char *values = stamps + (bytes > 0 ? bytes : 0);
-        if (bytes > 0 && bytes % 8 == 0 &&
-            open_binary(&values, end) == bytes / 8 * ring->dim * 4 &&
-            end - values == bytes / 8 * ring->dim * 4)
-            taken = append(ring, (const char *)stamps, (const char *)values, bytes / 8, rx_ns,
-                           (Ledger *)ledger, (Clock *)clock);
+        if (bytes <= 0 || bytes % 8 || open_binary(&values, end) != bytes / 8 * row ||
+            end - values != bytes / 8 * row)
+            return 0;
+        return append(line.ring, (const char *)stamps, (const char *)values, bytes / 8, rx_ns,
+                      line.ledger, line.clock);
     }
-    PyBuffer_Release(&prefix);
-    if (taken)
-        recv(fd, packet, 1, MSG_DONTWAIT); /* of a packet the rest goes, too */
-    return PyLong_FromLongLong(taken);
+    return 0;
+}
+
+/* (bytes, descriptor or -1, flags) of a packet that was read. */
+static PyObject *read_packet(const struct mmsghdr *found)
+{
+    int fd = -1;
+    const struct cmsghdr *control = CMSG_FIRSTHDR(&found->msg_hdr);
+    if (control && control->cmsg_level == SOL_SOCKET && control->cmsg_type == SCM_RIGHTS)
+        memcpy(&fd, CMSG_DATA(control), sizeof fd);
+    return Py_BuildValue("y#ii", found->msg_hdr.msg_iov->iov_base, (Py_ssize_t)found->msg_len, fd,
+                         found->msg_hdr.msg_flags & ~MSG_CMSG_CLOEXEC);
+}
+
+/* Reads up to PACKETS and takes the first ones that are samples; -1 with an exception. */
+static int receive_some(int fd, PyObject *lines, int64_t rx_ns, long long *samples, int *taken,
+                        PyObject *others)
+{
+    static unsigned char packets[PACKETS][PACKET_BYTES];
+    static char controls[PACKETS][CMSG_SPACE(sizeof(int))] __attribute__((aligned(8)));
+    struct iovec into[PACKETS];
+    struct mmsghdr found[PACKETS];
+    for (int i = 0; i < PACKETS; i++) {
+        into[i] = (struct iovec){packets[i], PACKET_BYTES};
+        found[i] = (struct mmsghdr){.msg_hdr = {.msg_iov = &into[i], .msg_iovlen = 1,
+                                                .msg_control = controls[i],
+                                                .msg_controllen = CMSG_LEN(sizeof(int))}};
+    }
+    int n = recvmmsg(fd, found, PACKETS, MSG_DONTWAIT | MSG_CMSG_CLOEXEC, NULL), begin = *taken;
+    for (int i = 0; i < n; i++) {
+        const struct msghdr *message = &found[i].msg_hdr;
+        int is_plain = !message->msg_controllen && !(message->msg_flags & (MSG_TRUNC | MSG_CTRUNC));
+        int64_t here = 0;
+        if (is_plain && *taken - begin == i)
+            here = take(lines, packets[i], found[i].msg_len, rx_ns);
+        PyObject *other = here ? NULL : read_packet(&found[i]);
+        int is_lost = here < 0 || (!here && (!other || PyList_Append(others, other) < 0));
+        Py_XDECREF(other);
+        if (is_lost)
+            return -1;
+        *samples += here;
+        *taken += here > 0;
+        if (found[i].msg_len == 0) /* the end, again and again */
+            break;
+    }
+    return n;
+}
+
+/* Takes a socket's packets of samples; what comes from the first other one on it only reads. */
+static PyObject *receive(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    static int is_busy; /* whoever has the GIL has the memory, but a call of Python's may lose it */
+    PyObject *lines, *others = NULL;
+    int fd, most, n = PACKETS, taken = 0;
+    long long rx_ns, samples = 0;
+    if (!PyArg_ParseTuple(args, "iO!Li", &fd, &PyTuple_Type, &lines, &rx_ns, &most) ||
+        (others = PyList_New(0)) == NULL)
+        return NULL;
+    if (!is_busy) {
+        is_busy = 1;
+        while (n == PACKETS && taken < most && PyList_Size(others) == 0)
+            n = receive_some(fd, lines, rx_ns, &samples, &taken, others);
+        is_busy = 0;
+    }
+    StreamLine line;
+    for (Py_ssize_t i = 0; !PyErr_Occurred() && i < PyTuple_Size(lines); i++)
+        if (get_line(lines, i, &line))
+            tell_overwritten(line.ring, line.ledger);
+    if (!PyErr_Occurred())
+        return Py_BuildValue("LiN", samples, taken, others);
+    Py_DECREF(others);
+    return NULL;
 }
 
 /* ---- cut: bracket.py, blend.py, mixing.py and trust.py of ppstream_kernels ------------------- */
@@ -301,7 +412,7 @@ static PyObject *ring_cut(PyObject *self, PyObject *args)
 static PyObject *ring_account(PyObject *self, PyObject *args)
 {
     Ring *ring = (Ring *)self;
-    PyObject *ledger, *done = NULL;
+    PyObject *ledger;
     long long first_ns, end_ns;
     if (!PyArg_ParseTuple(args, "LLO!", &first_ns, &end_ns, ledger_type, &ledger))
         return NULL;
@@ -318,12 +429,8 @@ static PyObject *ring_account(PyObject *self, PyObject *args)
         ((Ledger *)ledger)->in_flight -= reached - used_from;
         ((Ledger *)ledger)->used += reached - used_from;
         ring->settled = oldest + reached;
-        if (used_from > from)
-            done = PyObject_CallMethod(ledger, "drop", "sL", "passed_over",
-                                       (long long)(used_from - from));
-        if (used_from > from && done == NULL)
+        if (!drop((Ledger *)ledger, "passed_over", used_from - from))
             return NULL;
-        Py_XDECREF(done);
     }
     return PyLong_FromLongLong(stamp_of(ring, reached - 1));
 }
@@ -394,14 +501,15 @@ static PyMemberDef clock_members[] = {
     FIELD(Clock, "_stale_since_ns", stale_since_ns), END};
 static PyMemberDef ring_members[] = {
     FIELD(Ring, "accepted", accepted), FIELD(Ring, "count", count), FIELD(Ring, "settled", settled),
-    FIELD(Ring, "newest_ns", newest_ns), FIELD(Ring, "newest_rx_ns", newest_rx_ns), END};
+    FIELD(Ring, "newest_ns", newest_ns), FIELD(Ring, "newest_rx_ns", newest_rx_ns),
+    MEMBER(Ring, "_takes", takes, T_BOOL), END};
 static PyMethodDef ring_methods[] = {{"bind", ring_bind, METH_VARARGS, NULL},
                                      {"try_append", ring_try_append, METH_VARARGS, NULL},
-                                     {"try_receive", ring_try_receive, METH_VARARGS, NULL},
                                      {"cut", ring_cut, METH_VARARGS, NULL},
                                      {"account", ring_account, METH_VARARGS, NULL},
                                      {NULL, NULL, 0, NULL}};
 static PyMethodDef functions[] = {{"are_inside", are_inside, METH_VARARGS, NULL},
+                                  {"receive", receive, METH_VARARGS, NULL},
                                   {NULL, NULL, 0, NULL}};
 static PyType_Slot ledger_slots[] = {{Py_tp_members, ledger_members}, {0, NULL}};
 static PyType_Slot clock_slots[] = {{Py_tp_members, clock_members}, {0, NULL}};

@@ -6,11 +6,13 @@ The members are the Python classes' own; an int beyond 64 bits raises OverflowEr
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 from numpy.typing import NDArray
 
 API: int
+Packet: TypeAlias = tuple[bytes, int, int]  # no bytes at the end; a descriptor or -1; msg_flags
+Line: TypeAlias = tuple[bytes, Ring, Ledger, Clock]  # the prefix of a stream's ``Samples``
 
 class Ledger:
     """Members of ``SampleLedger``."""
@@ -36,6 +38,7 @@ class Ring:
     settled: int
     newest_ns: int
     newest_rx_ns: int
+    _takes: bool
 
     def bind(
         self,
@@ -65,17 +68,8 @@ class Ring:
     ) -> int:
         """``SensorRing.append``: n, or 0 with nothing touched, which means not mine.
 
-        Either array may be its bytes, as ``append_message`` has them.
-        """
-
-    def try_receive(
-        self, fd: int, prefix: bytes, rx_ns: int, ledger: Ledger, clock: Clock, /
-    ) -> int:
-        """Take the next packet of a socket: n samples, or 0 with nothing touched, also not read.
-
-        It is taken if it is ``prefix``, then stamps and values as ``Samples`` has them, no
-        descriptor with them, and ``try_append`` takes these. 0 as well when there is no packet, or
-        ``fd`` is no socket.
+        Either array may be its bytes, as ``append_message`` has them. A stamp that the clock learns
+        from goes to its ``accepts``, samples that no window has used to the ledger's ``drop``.
         """
 
     def cut(
@@ -170,6 +164,20 @@ class Waiter:
 
     def wake(self) -> None:
         """As ``Waiter.wake``. Whoever calls it holds the GIL, so it needs no lock."""
+
+def receive(
+    fd: int, lines: tuple[Line, ...], rx_ns: int, most: int, /
+) -> tuple[int, int, list[Packet]]:
+    """Take the samples in a socket's packets, some 16 at a time, until ``most`` or more are read.
+
+    A packet is mine if it is the prefix of a line, then stamps and values as ``Samples`` has them,
+    no descriptor with them, and ``try_append`` of the line's ring takes these. At one that is not
+    it ends; those that were read with it are behind it in the list, samples or not.
+
+    Returns:
+        Samples and packets taken, and what else was read. Nothing at all as well when another
+        thread is here.
+    """
 
 def are_inside(actions: NDArray[Any], low: memoryview, high: memoryview, /) -> bool:
     """True for contiguous float32 arrays of one size with ``low <= actions <= high``, no NaN."""

@@ -60,7 +60,7 @@ class OnHost(ABC):
         self._cost_a, self._cost_c = StageCost(loop.run_delay), StageCost(loop.run_delay)
         loop.on_decoded = self._end_c
         self._thread_cpus: dict[str, list[int]] = {}  # as each thread's newest run ended
-        self._keep_warm = KeepWarm(loop.config, self._rehearse, loop.log)
+        self._keep_warm = KeepWarm(loop.config, self._rehearse, loop.log, self._get_ready)
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -84,6 +84,7 @@ class OnHost(ABC):
         record = flight.record
         self._loop.stage_a.settle(flight)
         began_ns, ended_ns = record.tA0 or 0, record.tA1 or 0
+        self._keep_warm.began(began_ns)
         self._cost_a.leave(ended_ns - began_ns)
         record.cpu_a_ns, record.delay_a_ns = self._cost_a.cpu_ns, self._cost_a.delay_ns
         self._times.stage(began_ns, ended_ns)
@@ -154,6 +155,13 @@ class OnHost(ABC):
 
     def _rehearse(self) -> None:
         self._loop.stage_a.rehearse()
+
+    def _get_ready(self) -> None:
+        """An envelope is expected: what it takes on this rank is brought into the caches."""
+        self._loop.stage_a.rehearse()
+        if not self._books_first:  # else stage C is another thread's
+            self._loop.stage_c.rehearse()
+        self._loop.may_start()
 
     def _rest(self) -> None:
         """Do what no envelope is to wait for, before a sleep."""

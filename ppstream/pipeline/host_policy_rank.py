@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from ppstream.control.watchdog import is_patient
 from ppstream.core.clock import NS_PER_MS, NS_PER_S, now_ns
@@ -43,7 +43,19 @@ WAIT_NS: Final = NS_PER_S // 10
 SHORT_B_NS: Final = 2 * NS_PER_MS  # of longer ones some 0.1 ms is no part
 COLD_NS: Final = NS_PER_MS  # since the newest envelope
 LINGER_NS: Final = 100_000  # behind a rouse: rank 0 cuts a window in less
+#: So long an account waits for a pause: by then the robot, which may share this CPU, has its chunk.
+ACCOUNT_NS: Final = NS_PER_MS
 MESH_SPARE_NS: Final = NS_PER_S
+
+
+class _Answered(NamedTuple):
+    """The newest envelope, beside what its result's header has."""
+
+    began_ns: int
+    took_ns: int
+    committed_ns: int
+    failed: int  # as its result says, and the envelope itself
+    was_failed: int
 
 
 class HostPolicyRank(PolicyRank):
@@ -72,7 +84,9 @@ class HostPolicyRank(PolicyRank):
         self.run_delay = RunDelay()
         self._cost = StageCost(self.run_delay)
         self._previous_tb1 = 0
+        self._warm_ns = 0  # when code and data of stage B were last used
         self.measured = new_stage_b()  # of the newest envelope
+        self._answered: _Answered | None = None  # until it is accounted for
         self._scratch = memoryview(bytearray(8 * len(RESULT_HEADER))).cast("q")
         self._waiting: deque[tuple[int, int]] = deque()
         self._is_first = config.placement.place_of(rank) == 1
@@ -80,7 +94,8 @@ class HostPolicyRank(PolicyRank):
         if self._is_in_mesh:
             self.mark.name = f"stage B on rank {rank}"
         self._newest_b: deque[int] = deque(maxlen=config.bringup.standalone)  # durations
-        self._keep_warm = KeepWarm(config, stage_b.rehearse if stage_b.may_rehearse else None, log)
+        rehearse = stage_b.rehearse if stage_b.may_rehearse else None
+        self._keep_warm = KeepWarm(config, rehearse, log, self._warm_up)
         self._peer_fd = peer.fileno()
         waiter.register(self._peer_fd)
         hops.into.register_with(waiter)
@@ -88,7 +103,10 @@ class HostPolicyRank(PolicyRank):
     def run(self, give_up: Callable[[], bool]) -> str:
         """As ``PolicyRank``, on the thread that waits and works."""
         self.run_delay.begin()
-        return super().run(give_up)
+        try:
+            return super().run(give_up)
+        finally:
+            self._account()
 
     def step(self) -> bool:
         """As ``PolicyRank``. Frames first: envelopes may never let up."""
@@ -121,17 +139,26 @@ class HostPolicyRank(PolicyRank):
 
         Then it looks for the envelope and does not sleep: to be woken takes as long as that cut.
         """
+        self._account()
         if self._usual_b_ns > SHORT_B_NS:
             return
-        if now_ns() - self._previous_tb1 > COLD_NS:
-            self.stage_b.get_ready()
-            write_stage_b(self._scratch, self.measured)
+        if now_ns() - self._warm_ns > COLD_NS:
+            self._warm_up()
         until_ns = now_ns() + LINGER_NS
         while not self._take() and now_ns() < until_ns:
             pass
 
+    def _warm_up(self) -> None:
+        """Do what the newest envelope took, but for the policy: for nobody."""
+        self._account()
+        if self._usual_b_ns <= SHORT_B_NS:
+            self.stage_b.get_ready()
+            write_stage_b(self._scratch, self.measured)
+            self._warm_ns = now_ns()
+
     def serve(self, index: int, complete_ns: int) -> None:
         """Stage B on one envelope that was complete at ``complete_ns``, to committed result."""
+        self._account()
         envelope, result = self.into.slot(index), self.out.slot(index)
         given = envelope.words
         epoch, seq = given[EPOCH], given[SEQ]
@@ -143,10 +170,11 @@ class HostPolicyRank(PolicyRank):
         self._cost.leave(tb1 - tb0)
         measured, words = self.measured, result.words
         measured.tB0, measured.tB1 = tb0, tb1
-        measured.idle_ns = max(0, tb0 - self._previous_tb1) if self._previous_tb1 else 0
+        idle_since_ns = self._previous_tb1
+        measured.idle_ns = max(0, tb0 - idle_since_ns) if idle_since_ns else 0
         measured.wait_input_ns = self.times.pop_ns("input")
         measured.busy_link_ns = self.times.pop_ns(LINK)
-        self._previous_tb1 = tb1
+        self._previous_tb1 = self._warm_ns = tb1
         # residence ends where the result is committed; the doorbell itself is the link's time
         committed_ns = now_ns()
         measured.residence_ns = committed_ns - complete_ns
@@ -154,22 +182,38 @@ class HostPolicyRank(PolicyRank):
         write_stage_b(words, measured)
         if not self._is_first:
             add_places(words, given)
+        was_failed = given[FAILED]
         self.out.commit(index)
-        self.stage_b.settle()
+        self._answered = _Answered(tb0, tb1 - tb0, committed_ns, failed, was_failed)
         self.progress += 1
-        self._usual_b_ns += (tb1 - tb0 - self._usual_b_ns) >> 3
-        self._newest_b.append(tb1 - tb0)
+        if tb0 - idle_since_ns < COLD_NS:  # no pause is to be expected, and it takes little now
+            self._account()
+
+    def _account(self) -> None:
+        """Account for the newest envelope, unless that was done."""
+        if (answered := self._answered) is None or self._serving is None:
+            return
+        self._answered = None
+        self.stage_b.settle()
+        self._keep_warm.began(answered.began_ns)
+        self._usual_b_ns += (answered.took_ns - self._usual_b_ns) >> 3
+        self._newest_b.append(answered.took_ns)
         record = self.log.acquire()
-        record.epoch, record.seq, record.phase = epoch, seq, self.phase
-        log_stage_b(measured, record)
-        record.tOut = committed_ns
+        (record.epoch, record.seq), record.phase = self._serving, self.phase
+        log_stage_b(self.measured, record)
+        record.tOut = answered.committed_ns
         record.cpu_b_ns, record.delay_b_ns = self._cost.cpu_ns, self._cost.delay_ns
         record.run_delay_ns = self.run_delay.pop_ns()
-        record.drop = FAILURES[failed]
-        record.rows = None if given[FAILED] else self.stage_b.computed
+        record.drop = FAILURES[answered.failed]
+        record.rows = None if answered.was_failed else self.stage_b.computed
         if self._meter is not None:
             record.recompiles = self._meter.drain()
         self.log.commit(record)
+
+    def on_control_frame(self, frame: object) -> None:
+        """As ``PolicyRank``; a phase that it begins is not that of the newest envelope."""
+        self._account()
+        super().on_control_frame(frame)
 
     def run_policy(self, index: int, epoch: int, envelope: Slot, result: Slot) -> int:
         """Returns the header's ``failed``; rank 0 is told why before it gets the result."""
@@ -214,6 +258,13 @@ class HostPolicyRank(PolicyRank):
         began = self.times.begin()
         if self.phase != "warming":
             self.peer.check_alive(began, self._frozen_ns)
+        if self._answered is not None and not self._keep_warm.expects(self.phase):
+            self._ready = self.waiter.wait(ACCOUNT_NS)
+            self.times.end("input")
+            if self._ready or self.waiter.woken:
+                return
+            self._account()
+            self.times.begin()
         self._ready = self._keep_warm.wait(self.waiter, WAIT_NS, self.phase)
         self.times.end("input")
 

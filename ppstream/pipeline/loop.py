@@ -12,14 +12,17 @@ next, and the log's line come behind the send, on the same thread, before that t
 work. A process that dies in between loses counts that lived in its memory alone, and a line of its
 log: of a chunk that left, the robot tells what became of it. The other order would lose the chunk
 and count it as sent. This holds for both ranks and the robot's client. One case accounts first:
-with split threads another thread may finish the envelope that was just sent. One accounts still
-later: ``device/executor.py`` does it for several envelopes at once.
+with split threads another thread may finish the envelope that was just sent. Two account still
+later: ``device/executor.py`` for several envelopes at once, and a policy rank between CPUs in a
+pause behind the envelope, since the robot may want that CPU to receive its chunk.
 
 *Get ready while others work.* To be woken, and to run code that has left the caches, takes longer
 than the work itself. So between two ranks of one host input rouses the policy rank before the
 window is cut, if input leads to envelopes as a rule; that one goes through what it is about to do
 without the policy, and looks for the envelope. Of a short stage B rank 0 awaits the result the same
 way. Each of these waits awake is shorter than 0.2 ms, and nothing is accounted for by a rehearsal.
+Where envelopes come at even distances (``core/rhythm.py``), both ranks (``keep_warm.py``) and the
+robot's client (``robot/rehearsal.py``) rehearse half a millisecond before the next is expected.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ from ppstream.robot.connection import RobotLink
 from ppstream.robot.contract import ask_contract, check_contract, streams_of
 from ppstream.robot.feedback import Feedback
 from ppstream.robot.outbox import Batch, Outbox, Stream, Values
+from ppstream.robot.rehearsal import AskRehearsal
 from ppstream.robot.session import RobotSession
 from ppstream.robot.statistics import ClientStatistics
 from ppstream.robot.timeline import ActionTimeline
@@ -55,17 +56,14 @@ class RobotClient:
             server describes them, in any phase; ``contract`` has its answer.
         actions: action names in the order of a chunk's columns; None: as the server describes them.
         contract_s: how long the constructor waits for that answer.
-        batch_ms: gather samples this long before they are sent; 0 sends each push at once, from
-            the caller's thread.
+        batch_ms: gather samples this long before they are sent; 0: the caller sends each at once.
         blend_ms: how long a newer chunk takes to replace the one before; 0: at once.
         max_age_ms: execute no action later than this after its window's end, though its lease may
             run longer; the server may set less. None: the server's maximum.
-        on_chunk: called by the receiving thread, or by one in ``ask``, with each chunk it merged;
-            must return quickly.
+        on_chunk: called by the thread that receives with each chunk merged; must return quickly.
         clock: the clock that stamps the samples; leases and ages are judged by it alone.
         real_time: False when a recording is replayed at another speed than its own.
-        keys: ``keys.client_keys(secret_file, server_file)``; needed where the server is on another
-            host, which serves no robot without keys.
+        keys: ``keys.client_keys(secret_file, server_file)``; a server of another host wants them.
 
     Raises:
         SpecError: streams or names cannot be declared like this.
@@ -119,6 +117,7 @@ class RobotClient:
         self._asking = threading.Lock()
         self._asked: Asking | None = None
         self._merged: deque[tuple[ActionChunk, int]] = deque(maxlen=MERGED_MAX)
+        self._rehearsal = AskRehearsal(self._session, self.timeline)
         self._is_closing = False
         self._counting = threading.Lock()
         self._sent = self._unsent = 0
@@ -275,6 +274,7 @@ class RobotClient:
                 batches += outbox.add(stream, stamp, values, now)
             if outbox.due_ns is not None:
                 batches += outbox.pop_due(now, everything=True)
+            self._rehearsal.asked(now)
             return self._send_batches(link, batches, now)
 
         self._asked = asking = Asking(self._endpoint, link, stamp, send)
@@ -423,6 +423,7 @@ class RobotClient:
             self._asked = None
             asked.answer = Answer(chunk, actions, refusal)
         if refusal is None:
+            self._rehearsal.newest = chunk
             self._merged.append((chunk, now_ns()))
             if self.on_chunk is not None:
                 self.on_chunk(chunk)
@@ -459,7 +460,7 @@ class RobotClient:
             feedback.await_ready()
         state_due_ns = self._send_state(link, now)
         self._send_batches(link, self._outbox.pop_due(now), now)
-        dues = (self._outbox.due_ns, state_due_ns, reports_due_ns)
+        dues = (self._outbox.due_ns, state_due_ns, reports_due_ns, self._rehearsal.turn(now))
         return min((due for due in dues if due is not None), default=None)
 
     def _send_state(self, link: RobotLink, now: int, *, is_last: bool = False) -> int | None:

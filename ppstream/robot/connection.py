@@ -321,8 +321,8 @@ class RobotLink:
                     while not (self.is_closing or self._guest):
                         if self.directory is not None:
                             self._ask(self.directory)
-                        self._wait()
-                        self._read_unless_visited()
+                        if self._wait():
+                            self._read_unless_visited()
                 if self._guest:
                     with self._visit:
                         pass
@@ -413,10 +413,11 @@ class RobotLink:
         except Exception as error:  # noqa: BLE001 - as on the link's thread
             self._fail(error)
 
-    def _wait(self, limit_ns: int | None = None) -> None:
-        """Send what is due, and wait for what comes, for at most ``limit_ns``."""
+    def _wait(self, limit_ns: int | None = None) -> bool:
+        """Send what is due, and wait, for at most ``limit_ns``; False: nothing has come."""
         rest_ns = self._turn(now_ns())
-        self._waiter.wait(rest_ns if limit_ns is None else min(limit_ns, rest_ns))
+        ready = self._waiter.wait(rest_ns if limit_ns is None else min(limit_ns, rest_ns))
+        return bool(ready) or self._waiter.woken or not self._is_gated
 
     def _read(self, is_over: Callable[[], bool]) -> bool:
         """Receive what has come, each message before looking for the next; True: it is over."""

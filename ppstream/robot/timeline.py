@@ -156,6 +156,13 @@ class ActionTimeline:
                 self._outcomes.append(playing.outcome())
         return refusal
 
+    def rehearse(self, chunk: ActionChunk) -> None:
+        """Do what ``merge`` does of a chunk that is none; nothing is changed or counted."""
+        actions = self.actions_of(chunk)
+        with self._lock:
+            playing = ChunkPlayback(chunk, actions, self._discrete, 0, chunk.expires_ns)
+            self._refuse(playing, 0)
+
     def action_at(self, now_ns: int) -> Actions | None:
         """The action to execute at ``now_ns``, ``[dim]`` float32, and count it as executed.
 

@@ -27,10 +27,11 @@ from ppstream.sessions.contract import (
     welcome,
 )
 from ppstream.sessions.requests import SessionRequests
-from ppstream.sessions.session import Session, SessionCounts, SessionStream
+from ppstream.sessions.session import Session, SessionCounts
 from ppstream.sessions.table import (
     DRAIN_FRAMES,
     DRAIN_NS,
+    LONE_FRAMES,
     SILENCE_NS,
     STRANGER_FRAMES_PER_S,
     SessionTable,
@@ -56,10 +57,10 @@ from ppstream.wire.robot_messages import (
 )
 
 if TYPE_CHECKING:
-    import socket
-
     from ppstream.config.schema import PipelineConfig
     from ppstream.ingest.rows import RowInput
+    from ppstream.native.core import Line
+    from ppstream.wire.message_socket import PacketSource
 
 LOOK_NS: Final = 100 * NS_PER_MS  # who is alone is read in the usual way so often
 LOST_PAUSE_NS: Final = 20 * NS_PER_MS  # between two answers to strangers: no amplifier of a flood
@@ -67,12 +68,11 @@ ENDING: Final = frozenset({"draining", "stopped"})  # phases in which nobody is 
 
 
 class _Alone(NamedTuple):
-    """A robot with the only row and one stream: its samples are taken in one call each."""
+    """A robot with the only row: the core takes its samples, some packets in one call."""
 
     session: Session
-    stream: SessionStream
-    connection: socket.socket
-    prefix: bytes  # of its Samples
+    source: PacketSource
+    lines: tuple[Line, ...]  # by stream
 
 
 class Sessions:
@@ -146,9 +146,9 @@ class Sessions:
             self._begin_second(now_ns)
         taken = 0
         if self._alone is not None and now_ns < self._look_ns:
-            taken = self._take_from(self._alone, now_ns)
-        if taken:
-            return taken
+            taken, is_over = self._take_from(self._alone, now_ns)
+            if is_over:
+                return taken
         self._look_ns = now_ns + LOOK_NS
         until_ns = self._clock() + DRAIN_NS
         while frames := self._socket.drain(DRAIN_FRAMES):
@@ -206,36 +206,37 @@ class Sessions:
 
     # ---- frames ------------------------------------------------------------------------------
 
-    def _take_from(self, alone: _Alone, now_ns: int) -> int:
-        """Take what a lone robot has sent, up to a frame that is no plain sample.
+    def _take_from(self, alone: _Alone, now_ns: int) -> tuple[int, bool]:
+        """Take what a lone robot has sent, up to some frames of which one is no plain sample.
 
         Nothing limits how much that robot may send (``table.py``).
+
+        Returns:
+            How many samples; True: something was there, and woke this rank as far as is known.
         """
-        session, stream, connection, prefix = alone
-        taken = frames = 0
-        fd, receive = connection.fileno(), stream.ring.receive
-        while frames < DRAIN_FRAMES and (n := receive(fd, prefix, now_ns)):
-            taken += n
-            frames += 1
+        session, source, lines = alone
+        taken, frames, others = native.receive(source.fileno(), lines, now_ns, LONE_FRAMES)
         if frames:
             session.heard_ns = now_ns
-            session.frames_left -= frames
-            stream.samples_left -= taken
             self._counts.frames_handled += frames
-        return taken
+        if others:
+            taken += sum(self._handle(frame, now_ns) for frame in source.messages(others))
+        return taken, bool(frames or others)
 
     def _find_alone(self, session: Session) -> _Alone | None:
-        """Returns the robot that has the only row if it sends one stream, as packets."""
-        connection = self._socket.packets_of(session.peer)
+        """Returns the robot that has the only row if it sends packets, and no encoded stream."""
+        source = self._socket.packets_of(session.peer)
         is_usual = self._config.batch.rows == 1 and not self._config.policy.instructions
-        if not native.is_used or connection is None or not is_usual or len(session.streams) != 1:
+        if not native.is_used or source is None or not is_usual:
             return None
-        (stream,) = session.streams
-        if stream.is_encoded:
+        if any(stream.is_encoded for stream in session.streams):
             return None
         empty = memoryview(b"")
-        prefix = encoder.encode(Samples(session.id, 0, empty, empty))
-        return _Alone(session, stream, connection, prefix[: -2 * len(NO_BYTES)])
+        lines = []
+        for index, stream in enumerate(session.streams):
+            whole = encoder.encode(Samples(session.id, index, empty, empty))
+            lines.append(stream.ring.line(whole[: -2 * len(NO_BYTES)]))
+        return _Alone(session, source, tuple(lines))
 
     def _handle(self, frame: Frame, now_ns: int) -> int:
         """Handle one frame; returns how many samples the rings accepted."""

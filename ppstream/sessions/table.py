@@ -31,6 +31,7 @@ OTHER_FRAMES_PER_S: Final = 400  # reports, prefixes, pings, instructions
 STRANGER_FRAMES_PER_S: Final = 500  # of all connections without a session together
 DRAIN_NS: Final = NS_PER_MS  # then what comes waits until results were looked at
 DRAIN_FRAMES: Final = 16  # read at once, between two looks at the clock
+LONE_FRAMES: Final = 64  # the same of a lone robot's samples, which take less than 1 ms
 
 
 def frame_bytes_max(config: PipelineConfig) -> int:

@@ -6,8 +6,8 @@ others (``zmq_socket.py``). Both promise what is written here; no message is dec
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from typing import TYPE_CHECKING, Final, Protocol
+from collections.abc import Callable, Collection, Sequence
+from typing import TYPE_CHECKING, Final, Protocol, TypeAlias
 
 import msgspec
 
@@ -15,14 +15,14 @@ from ppstream.core.errors import ConfigError
 from ppstream.wire.endpoints import endpoint_problem, is_local, unix_path
 
 if TYPE_CHECKING:
-    import socket
-
     from ppstream.wire.keys import ClientKeys, ServerKeys
 
 MAX_FRAME_BYTES: Final = 4 * 1024 * 1024  # a larger one loses its sender the connection
 MAX_DRAIN: Final = 256  # frames taken by one drain; about 1 ms
 MAX_DRAIN_BYTES: Final = 1 << 20  # of them; the frame that reaches it is the last one
 COPIED_BYTES: Final = 1 << 16  # a copy of 1 MiB takes 0.1 to 1 ms, and may be of a flood's
+#: As it was read: its bytes, none at the end of a connection; a descriptor or -1; ``msg_flags``.
+Packet: TypeAlias = tuple[bytes, int, int]
 NO_TAIL: Final = memoryview(b"")
 
 
@@ -31,6 +31,18 @@ class Frame(msgspec.Struct, frozen=True):
 
     peer: bytes
     body: bytes | memoryview
+
+
+class PacketSource(Protocol):
+    """One peer's connection, from which the owner of its socket may read, too."""
+
+    def fileno(self) -> int:
+        """-1: it is closed."""
+        ...
+
+    def messages(self, packets: Sequence[Packet]) -> list[Frame]:
+        """The messages of packets that were read here: as ``MessageSocket.drain``."""
+        ...
 
 
 class MessageSocket(Protocol):
@@ -65,11 +77,8 @@ class MessageSocket(Protocol):
         """
         ...
 
-    def packets_of(self, peer: bytes) -> socket.socket | None:
-        """The connection of ``peer``, where its messages stand as packets; else None.
-
-        The owner may read from it, too. It is this socket's to close.
-        """
+    def packets_of(self, peer: bytes) -> PacketSource | None:
+        """Returns the source of ``peer``'s packets, for the owner to read; None: it has none."""
         ...
 
     def refused(self) -> dict[str, int]:

@@ -19,7 +19,7 @@ import struct
 import threading
 from abc import ABC, abstractmethod
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
@@ -33,6 +33,8 @@ from ppstream.wire.message_socket import (
     MAX_FRAME_BYTES,
     NO_TAIL,
     Frame,
+    Packet,
+    PacketSource,
 )
 
 PACKET_BYTES_MAX: Final = 32 * 1024  # in one packet; SO_SNDBUF has room for six, or 50 carriers
@@ -94,11 +96,6 @@ class _UnixSocket(ABC):
         except OSError:  # neither memory nor a descriptor is left
             return False
 
-    def packets_of(self, peer: bytes) -> socket.socket | None:
-        """As ``MessageSocket``."""
-        with self._lock:
-            return None if self._closed else self._connection(peer)
-
     @abstractmethod
     def _connection(self, peer: bytes) -> socket.socket | None:
         """Returns what leads to ``peer``; None: nobody is there. The lock is held."""
@@ -142,10 +139,18 @@ class _UnixSocket(ABC):
             if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS)
             for (fd,) in struct.iter_unpack("i", data)
         ]
+        return self._message(self._view[:size], fds, flags)
+
+    def _message(
+        self, packet: bytes | memoryview, fds: Sequence[int], flags: int
+    ) -> bytes | memoryview | None:
+        """The message of a packet, as ``_receive``; descriptors are closed."""
         try:
-            if flags & CUT_BYTES or not size:
+            if flags & CUT_BYTES or not packet:
                 raise EOFError
-            return self._carried(size, fds, is_cut=bool(flags & CUT_FDS))
+            if not fds and not flags & CUT_FDS:
+                return bytes(packet)
+            return self._carried(packet, fds, is_cut=bool(flags & CUT_FDS))
         except ProtocolError:
             self.malformed += 1
             return None
@@ -153,16 +158,18 @@ class _UnixSocket(ABC):
             for fd in fds:
                 os.close(fd)
 
-    def _carried(self, size: int, fds: list[int], *, is_cut: bool) -> memoryview:
+    def _carried(
+        self, packet: bytes | memoryview, fds: Sequence[int], *, is_cut: bool
+    ) -> memoryview:
         """The message that lies in the memory of a carrier's descriptor; not copied.
 
         Raises:
             ProtocolError: it is no carrier, or its memory could change or end while it is read.
             EOFError: more than the other side may send.
         """
-        if is_cut or size != CARRIER_BYTES or len(fds) != 1:
+        if is_cut or len(packet) != CARRIER_BYTES or len(fds) != 1:
             raise ProtocolError("unexpected descriptors, or a message without its descriptor")
-        (length,) = LENGTH.unpack_from(self._buffer)
+        (length,) = LENGTH.unpack_from(packet)
         if length > self._frame_bytes_max:
             raise EOFError
         try:
@@ -247,6 +254,30 @@ class UnixServer(_UnixSocket):
         self.has_more = True
         return frames
 
+    def packets_of(self, peer: bytes) -> PacketSource | None:
+        """As ``MessageSocket``."""
+        connection = self._by_peer.get(peer)
+        return None if self._closed or connection is None else _Packets(self, peer, connection)
+
+    def messages(self, peer: bytes, packets: Sequence[Packet]) -> list[Frame]:
+        """As ``PacketSource``, of ``peer``."""
+        frames: list[Frame] = []
+        is_over = False
+        for data, fd, flags in packets:
+            fds = () if fd < 0 else (fd,)
+            try:
+                message = self._message(b"" if is_over else data, fds, flags)
+            except EOFError:
+                is_over = True
+                continue
+            if message is not None:
+                frames.append(Frame(peer, message))
+        if is_over and (connection := self._by_peer.get(peer)) is not None:
+            with suppress(ValueError):
+                self._turn.remove(connection.fileno())
+            self._part(connection.fileno())
+        return frames
+
     def refused(self) -> dict[str, int]:
         """As ``MessageSocket``: ``uid`` (not allowed), ``accept`` (no descriptor), ``closed``."""
         if not self._closed:
@@ -304,6 +335,18 @@ class UnixServer(_UnixSocket):
             connection.close()
 
 
+class _Packets:
+    """One connection of a server, as ``PacketSource``."""
+
+    def __init__(self, server: UnixServer, peer: bytes, connection: socket.socket) -> None:
+        self._server, self._peer = server, peer
+        self.fileno = connection.fileno
+
+    def messages(self, packets: Sequence[Packet]) -> list[Frame]:
+        """As ``PacketSource``."""
+        return self._server.messages(self._peer, packets)
+
+
 class UnixClient(_UnixSocket):
     """Connects to ``unix://PATH`` whenever it sends and has no connection."""
 
@@ -332,6 +375,9 @@ class UnixClient(_UnixSocket):
                 return frames
         self.has_more = self._server is not None
         return frames
+
+    def packets_of(self, peer: bytes) -> None:
+        """As ``MessageSocket``: its link reads."""
 
     def refused(self) -> dict[str, int]:
         """As ``MessageSocket``: nothing, since nobody connects to a client."""

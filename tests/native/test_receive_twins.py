@@ -6,6 +6,7 @@ import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -18,15 +19,20 @@ from twin_rows import in_python, state_of
 from ppstream import native
 from ppstream.ingest.ring import RingBank
 from ppstream.ingest.rows import RowInput
+from ppstream.recording.items import RowTap
+from ppstream.recording.recorder import Recorder
 from ppstream.wire.fields import DECODE_ERRORS, encoder
 from ppstream.wire.robot_messages import NO_BYTES, Samples, from_robot
-from ppstream.wire.unix_socket import seqpacket
+from ppstream.wire.unix_socket import PACKET_BYTES_MAX, seqpacket
 
 pytestmark = pytest.mark.skipif(not native.is_used, reason="there is no compiled core")
-SESSION, STREAM, DIM, CAPACITY = 1 << 40, 3, 2, 9
+SESSION, CAPACITY, MOST = 1 << 40, 9, 4
+DIMS = {"joints": 2, "force": 1}  # by stream, in the order of the session
 FIRST_NS = 7 * MS
 EMPTY = memoryview(b"")
-PREFIX = encoder.encode(Samples(SESSION, STREAM, EMPTY, EMPTY))[: -2 * len(NO_BYTES)]
+PREFIXES = [
+    encoder.encode(Samples(SESSION, index, EMPTY, EMPTY))[: -2 * len(NO_BYTES)] for index in (0, 1)
+]
 
 
 class Receivers:
@@ -36,49 +42,64 @@ class Receivers:
         self.robot, self.rank0 = robot, rank0
         self.pairs = []
         for made in (nullcontext(), in_python()):
-            banks = {"joints": RingBank(stream("joints", DIM, max_gap_ms=5.0), 2, CAPACITY)}
+            streams = [stream(name, dim, max_gap_ms=5.0) for name, dim in DIMS.items()]
+            banks = {one.name: RingBank(one, 2, CAPACITY) for one in streams}
             with made:
-                row = RowInput(banks, 1, "joints")
+                row = RowInput(banks, 1, "joints", 300 * MS)
             row.open(1)
             self.pairs.append((row, banks))
+        rings = self.pairs[0][0].rings.values()
+        pairs = zip(rings, PREFIXES, strict=True)
+        self.lines = tuple(ring.line(prefix) for ring, prefix in pairs)
         self.rx_ns = FIRST_NS
 
     def states(self) -> list[Any]:
         return [state_of(*pair) for pair in self.pairs]
 
-    def send(self, packet: bytes) -> int:
-        """Both get a packet; returns how many samples the core took off the socket itself."""
-        self.rx_ns += MS
-        self.robot.send(packet)
-        core, python = (row.reference for row, _ in self.pairs)
-        before = self.states()[0]
-        taken = core.receive(self.rank0.fileno(), PREFIX, self.rx_ns)
-        if taken:
-            message = from_robot.decode(packet)
-            assert isinstance(message, Samples)
-            assert (message.session, message.stream) == (SESSION, STREAM)
-            assert python.append_message(message.stamps, message.values, self.rx_ns) == taken
-            with pytest.raises(BlockingIOError):
-                self.rank0.recv(1)
-        else:
-            assert self.states()[0] == before
-            assert self.rank0.recv(1 << 16) == packet
-            self._take(packet)
-        states = self.states()
-        assert states[0] == states[1]
-        return taken
+    def receive(self, most: int = MOST) -> tuple[int, int, list[Any]]:
+        return native.receive(self.rank0.fileno(), self.lines, self.rx_ns, most)
 
-    def _take(self, packet: bytes) -> None:
+    def send(self, *packets: bytes) -> list[int]:
+        """Both get packets; returns how many samples the core took at once, then the next time."""
+        self.rx_ns += MS
+        for packet in packets:
+            self.robot.send(packet)
+        left, found = [*packets], []
+        while left:
+            taken, count, others = self.receive()
+            found.append(taken)
+            assert taken == sum(self._take_python(packet) for packet in left[:count])
+            assert others == [(packet, -1, 0) for packet in left[count : count + len(others)]]
+            assert others or count == len(left) or count >= MOST
+            states = self.states()
+            assert states[0] == states[1]
+            for packet in left[count : count + len(others)]:
+                self._take_both(packet)
+            del left[: count + len(others)]
+        assert self.receive() == (0, 0, [])
+        return found
+
+    def _take_python(self, packet: bytes) -> int:
+        message = from_robot.decode(packet)
+        assert isinstance(message, Samples)
+        assert message.session == SESSION
+        ring = [*self.pairs[1][0].rings.values()][message.stream]
+        n = ring.append_message(message.stamps, message.values, self.rx_ns)
+        assert n
+        return n
+
+    def _take_both(self, packet: bytes) -> None:
         try:
             message = from_robot.decode(packet)
         except DECODE_ERRORS:
             return
-        if not isinstance(message, Samples):
+        if not isinstance(message, Samples) or message.stream >= len(DIMS):
             return
         n, rest = divmod(len(message.stamps), 8)
-        if n and not rest and len(message.values) == n * DIM * 4:
+        if n and not rest and len(message.values) == n * [*DIMS.values()][message.stream] * 4:
             for row, _ in self.pairs:
-                row.reference.append_message(message.stamps, message.values, self.rx_ns)
+                ring = [*row.rings.values()][message.stream]
+                ring.append_message(message.stamps, message.values, self.rx_ns)
 
 
 @contextmanager
@@ -89,63 +110,139 @@ def receivers() -> Iterator[Receivers]:
         yield Receivers(robot, rank0)
 
 
-def body(stamps: list[int], values: list[float], session: int = SESSION, dim: int = DIM) -> bytes:
+def body(
+    stamps: list[int],
+    values: list[float],
+    session: int = SESSION,
+    dim: int | None = None,
+    index: int = 0,
+) -> bytes:
+    dim = [*DIMS.values(), 1][index] if dim is None else dim
     columns = np.array(values[:1] * (len(stamps) * dim), np.float32)
     data = memoryview(columns.tobytes())
     return encoder.encode(
-        Samples(session, STREAM, memoryview(np.array(stamps, np.int64).tobytes()), data)
+        Samples(session, index, memoryview(np.array(stamps, np.int64).tobytes()), data)
     )
 
 
-steps = st.lists(st.integers(-MS, 3 * MS), min_size=1, max_size=40)
+steps = st.lists(st.integers(-MS, 3 * MS), min_size=1, max_size=20)
 values = st.floats(width=32) | st.sampled_from([0.5, float("nan"), float("inf")])
 sessions = st.sampled_from([SESSION, SESSION, SESSION, SESSION + 1, 1])
+dims = st.sampled_from([None, None, None, 2, 40])
 mutations = st.none() | st.tuples(st.integers(0, 60), st.integers(0, 255)) | st.integers(-9, 9)
-packets = st.tuples(steps, values, sessions, st.sampled_from([DIM, DIM, 1, 40]), mutations)
+usual = st.tuples(
+    st.lists(st.integers(1, MS), min_size=1, max_size=4), st.just(0.5), st.just(SESSION)
+)
+packets = st.tuples(steps, values, sessions, st.sampled_from([0, 0, 1, 2]), dims, mutations)
+good_packets = st.tuples(usual, st.sampled_from([0, 1])).map(
+    lambda found: (*found[0], found[1], None, None)
+)
 
 
-@given(st.lists(packets, max_size=8))
-def test_what_the_core_receives_is_what_python_takes_in(given_packets: list[Any]) -> None:
+@given(st.lists(st.lists(packets | good_packets, max_size=7), max_size=4))
+def test_what_the_core_receives_is_what_python_takes_in(bursts: list[list[Any]]) -> None:
     with receivers() as both:
-        newest = FIRST_NS
-        for stamp_steps, value, session, dim, mutation in given_packets:
-            stamps = [newest := newest + step for step in stamp_steps]
-            packet = bytearray(body(stamps, [value], session, dim))
-            if isinstance(mutation, tuple):
-                packet[mutation[0] % len(packet)] = mutation[1]
-            elif mutation is not None and mutation < 0:
-                del packet[mutation:]
-            elif mutation:
-                packet += bytes(mutation)
-            if packet:
-                both.send(bytes(packet))
+        newest = [FIRST_NS] * 3
+        for burst in bursts:
+            sent = []
+            for stamp_steps, value, session, index, dim, mutation in burst:
+                _, *stamps = accumulate(stamp_steps, initial=newest[index])
+                newest[index] = stamps[-1]
+                packet = bytearray(body(stamps, [value], session, dim, index))
+                if isinstance(mutation, tuple):
+                    packet[mutation[0] % len(packet)] = mutation[1]
+                elif mutation is not None and mutation < 0:
+                    del packet[mutation:]
+                elif mutation:
+                    packet += bytes(mutation)
+                if packet:
+                    sent.append(bytes(packet))
+            both.send(*sent)
 
 
 def test_usual_packets_are_taken_and_others_stay() -> None:
     with receivers() as both:
-        both.send(body([FIRST_NS], [0.5]))  # the clock learns from the first
-        assert both.send(body([both.rx_ns - MS // 2], [0.5])) == 1
-        assert both.send(body([both.rx_ns - MS, both.rx_ns - MS // 2], [0.5])) == 2
-        assert both.send(body([both.rx_ns], [float("nan")])) == 0
-        assert both.send(body([both.rx_ns], [0.5], SESSION + 1)) == 0
-        assert both.send(body([both.rx_ns], [0.5]) + b"\0") == 0
-        assert both.send(body([both.rx_ns], [0.5])[:-1]) == 0
-        assert both.send(body([both.rx_ns - MS // 2], [0.5])) == 1
+        assert both.send(body([FIRST_NS], [0.5])) == [1]  # the clock learns from the first
+        assert both.send(body([both.rx_ns - MS // 2], [0.5])) == [1]
+        assert both.send(body([both.rx_ns - MS, both.rx_ns - MS // 2], [0.5])) == [2]
+        assert both.send(body([both.rx_ns], [float("nan")])) == [0]
+        assert both.send(body([both.rx_ns], [0.5], SESSION + 1)) == [0]
+        assert both.send(body([both.rx_ns], [0.5], index=2)) == [0]
+        assert both.send(body([both.rx_ns], [0.5]) + b"\0") == [0]
+        assert both.send(body([both.rx_ns], [0.5])[:-1]) == [0]
+        assert both.send(body([both.rx_ns - MS // 2], [0.5])) == [1]
 
 
-def test_a_packet_with_a_descriptor_and_a_closed_socket_are_not_read() -> None:
+def test_one_call_takes_packets_of_all_streams_up_to_one_that_is_another() -> None:
+    with receivers() as both:
+        at_ns = FIRST_NS
+        first = [body([at_ns + i], [0.5], index=i % 2) for i in range(3)]
+        then = [body([at_ns + 5 + i, at_ns + 9 + i], [0.5]) for i in (0, 9, 18, 27, 36)]
+        assert both.send(*first) == [3]
+        assert both.send(*then, body([at_ns + 99], [0.5], SESSION + 1), *first) == [10]
+        assert both.send(*[body([at_ns + 100 + i], [0.5]) for i in range(20)]) == [16, 4]
+
+
+def test_samples_that_no_window_used_are_dropped_when_the_ring_is_full() -> None:
+    with receivers() as both:
+        for _ in range(4):
+            at_ns = both.rx_ns
+            assert both.send(body([at_ns + i for i in range(1, 7)], [0.5])) == [6]
+        ring = both.pairs[0][0].reference
+        assert ring.ledger.dropped == {"overwritten": 24 - CAPACITY}
+        ring.check()
+
+
+def test_a_recorded_ring_is_left_to_python() -> None:
+    with receivers() as both:
+        ring = both.pairs[0][0].reference
+        tap = RowTap(Recorder(None), both.pairs[0][0], 0)
+        ring.tap = tap
+        packet = body([FIRST_NS], [0.5])
+        both.robot.send(packet)
+        assert both.receive() == (0, 0, [(packet, -1, 0)])
+        ring.tap = None
+        both.robot.send(packet)
+        assert both.receive() == (1, 1, [])
+
+
+def test_what_the_clock_raises_comes_out() -> None:
+    with receivers() as both:
+        row, _ = both.pairs[0]
+        both.send(body([FIRST_NS], [0.5]))
+        prefix, ring, ledger, _ = both.lines[0]
+        both.robot.send(body([FIRST_NS + 1], [0.5]))
+        with pytest.raises(TypeError):
+            native.receive(both.rank0.fileno(), ((prefix, ring, ledger, row),), both.rx_ns, MOST)
+        both.robot.send(body([FIRST_NS + 1], [0.5]))
+        with pytest.raises(AttributeError):
+            native.receive(
+                both.rank0.fileno(), ((prefix, ring, ledger, native.Clock()),), both.rx_ns, MOST
+            )
+        assert both.receive() == (0, 0, [])  # the packets of then are gone
+
+
+def test_a_packet_with_a_descriptor_and_the_end_are_handed_on() -> None:
     with receivers() as both:
         both.send(body([FIRST_NS], [0.5]))
-        packet, ring = body([FIRST_NS + MS // 2], [0.5]), both.pairs[0][0].reference
+        packet = body([FIRST_NS + MS // 2], [0.5])
+        open_before = len(os.listdir("/proc/self/fd"))
         with open(os.devnull, "rb") as nothing:
             socket.send_fds(both.robot, [packet], [nothing.fileno()])
-        assert ring.receive(both.rank0.fileno(), PREFIX, both.rx_ns + MS) == 0
-        got, fds, _, _ = socket.recv_fds(both.rank0, 1 << 16, 1)
-        assert got == packet
-        os.close(*fds)
-        assert ring.receive(both.rank0.fileno(), PREFIX, both.rx_ns) == 0  # nothing is there
+            socket.send_fds(both.robot, [packet], [nothing.fileno()] * 2)
+        both.robot.send(bytes(PACKET_BYTES_MAX + 1))
         both.robot.close()
-        assert ring.receive(both.rank0.fileno(), PREFIX, both.rx_ns) == 0
-    assert ring.receive(-1, PREFIX, both.rx_ns) == 0
-    with seqpacket() as unconnected:
-        assert ring.receive(unconnected.fileno(), PREFIX, both.rx_ns) == 0
+        assert both.rank0.fileno() >= 0
+        taken, count, others = both.receive()
+        assert (taken, count) == (0, 0)
+        (one, fd, flags), (two, second_fd, cut), (_, none, too_long), end = others
+        assert (one, two, flags, cut) == (packet, packet, 0, socket.MSG_CTRUNC)
+        assert (none, too_long) == (-1, socket.MSG_TRUNC)
+        assert end == (b"", -1, 0)
+        assert os.path.samestat(os.fstat(fd), os.stat(os.devnull))
+        os.close(fd)
+        os.close(second_fd)
+        assert len(os.listdir("/proc/self/fd")) == open_before - 1  # the robot's is closed
+        assert native.receive(-1, both.lines, both.rx_ns, MOST) == (0, 0, [])
+        with seqpacket() as unconnected:
+            assert native.receive(unconnected.fileno(), both.lines, both.rx_ns, MOST)[:2] == (0, 0)

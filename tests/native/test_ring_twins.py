@@ -151,7 +151,7 @@ def usual(count: int, after_ms: int = 0) -> tuple[Any, Any]:
 
 def open_row(capacity: int = 8) -> RowInput:
     row = Twins(capacity).rows[0]
-    assert row.reference.append(*usual(1), 0) == 1  # the first of a clock is Python's
+    assert row.reference.append(*usual(1), 0) == 1
     return row
 
 
@@ -185,7 +185,6 @@ UNUSUAL = {
     ),
     "nothing": lambda: usual(0),
     "more than fits": lambda: usual(9, after_ms=1),
-    "samples lost that no window used": lambda: usual(8, after_ms=1),
     "a stamp again": lambda: usual(1),
     "a hole": lambda: usual(1, after_ms=7),
     "not a number": lambda: (usual(2, after_ms=1)[0], np.float32([[1, 1], [1, np.nan]])),
@@ -233,7 +232,17 @@ def test_at_each_limit_both_decide_the_same(what: str, name: str) -> None:
         twins.both(lambda row: row.rings[name].append(stamps, values, rx_ns))  # noqa: B023
 
 
-def test_the_first_of_a_clock_is_python_s_however_old_it_is() -> None:
+def test_the_core_takes_what_the_clock_learns_from_and_what_overwrites() -> None:
+    row = open_row()
+    ring = row.reference
+    assert ring.try_append(*usual(8, after_ms=1), 0, ring.ledger, row.clock) == 8
+    assert ring.ledger.dropped == {"overwritten": 1}
+    ring.check()
+    learned_ns = 8 * MS - STALE_NS  # the lead of the newest counts from now on
+    assert [row.clock.is_stale(learned_ns - late_ns, 0) for late_ns in (0, 1)] == [False, True]
+
+
+def test_the_first_of_a_clock_may_be_as_old_as_it_likes() -> None:
     twins = Twins(8)
     for stamp_ns in (1 - FAR, 2 - FAR):
         stamps, values = np.array([stamp_ns]), np.ones((1, DIM), np.float32)

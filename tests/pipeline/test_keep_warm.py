@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +9,10 @@ import pytest
 from pipeline_in_process import NewestValues, PipelineInProcess, small_config
 from ranks import Ranks
 
-from ppstream.core.clock import NS_PER_MS, now_ns
+from ppstream.core.clock import NS_PER_MS, NS_PER_S, now_ns
+from ppstream.core.rhythm import AHEAD_NS
 from ppstream.core.waiter import Waiter
-from ppstream.pipeline.keep_warm import KeepWarm
+from ppstream.pipeline.keep_warm import PAUSE_NS, SHARE_MAX, KeepWarm
 from ppstream.robot.client import RobotClient
 
 WARM = "pipeline.keep_warm_ms=1"
@@ -96,6 +98,86 @@ def test_dry_runs_that_take_too_much_of_the_time_end(waiter: Waiter) -> None:
     assert "pipeline.keep_warm_ms 1" in fields["why"]
 
 
+def in_step(warm: KeepWarm, next_ns: int, step_ns: int = 20 * NS_PER_MS) -> None:
+    """Envelopes began so often that the next is expected at ``next_ns``."""
+    for ago in range(9, 0, -1):
+        warm.began(next_ns - ago * step_ns)
+
+
+def ready_for_one(get_ready: Any, *settings: str) -> tuple[KeepWarm, Events]:
+    events = Events()
+    log: Any = events
+    return KeepWarm(small_config(*settings), None, log, get_ready), events
+
+
+def test_a_wait_has_one_dry_run_before_an_envelope_is_expected(waiter: Waiter) -> None:
+    runs: list[int] = []
+    warm, events = ready_for_one(lambda: runs.append(now_ns()))
+    began_ns = now_ns()
+    expected_ns = began_ns + 5 * NS_PER_MS
+    in_step(warm, expected_ns, 40 * NS_PER_MS)
+    assert [warm.expects(phase) for phase in ("ready", "bring-up")] == [True, False]
+    assert not warm.wait(waiter, 20 * NS_PER_MS, "ready")
+    assert now_ns() - began_ns >= 20 * NS_PER_MS
+    (ran_ns,) = runs
+    assert ran_ns >= expected_ns - AHEAD_NS
+    assert not events.told
+
+
+def test_of_envelopes_out_of_step_and_in_bring_up_there_is_none(waiter: Waiter) -> None:
+    runs: list[int] = []
+    warm, _ = ready_for_one(lambda: runs.append(1))
+    in_step(warm, now_ns() + 5 * NS_PER_MS)
+    warm.wait(waiter, 8 * NS_PER_MS, "bring-up")
+    in_step(warm, now_ns() + 5 * NS_PER_MS)
+    warm.began(now_ns())
+    assert not warm.expects("ready")
+    warm.wait(waiter, 8 * NS_PER_MS, "ready")
+    assert not runs
+
+
+def test_what_comes_before_an_expected_envelope_ends_the_wait_without_a_dry_run(
+    waiter: Waiter,
+) -> None:
+    runs: list[int] = []
+    warm, _ = ready_for_one(lambda: runs.append(1))
+    in_step(warm, now_ns() + 500 * NS_PER_MS, 600 * NS_PER_MS)
+    waiter.wake()
+    assert not warm.wait(waiter, 10**12, "ready")
+    assert waiter.woken
+    assert not runs
+
+
+def test_a_dry_run_before_an_envelope_that_raises_was_the_last(waiter: Waiter) -> None:
+    def raises() -> None:
+        raise ValueError("no more")
+
+    warm, events = ready_for_one(raises)
+    in_step(warm, now_ns() + 2 * NS_PER_MS)
+    warm.wait(waiter, 4 * NS_PER_MS, "ready")
+    assert events.told == [("keep_warm_ended", {"why": "ValueError: no more"})]
+    assert not warm.expects("ready")
+
+
+def test_behind_dry_runs_before_envelopes_that_take_long_there_is_a_pause(waiter: Waiter) -> None:
+    ends_ns: list[int] = []
+
+    def takes_long() -> None:
+        time.sleep(16 * SHARE_MAX * AHEAD_NS / NS_PER_S)
+        ends_ns.append(now_ns())
+
+    warm, events = ready_for_one(takes_long)
+    in_step(warm, now_ns() + 2 * NS_PER_MS)
+    warm.wait(waiter, 30 * NS_PER_MS, "ready")
+    assert not warm.expects("ready")
+    in_step(warm, ends_ns[-1] + PAUSE_NS - NS_PER_MS, 40 * NS_PER_MS)
+    assert not warm.expects("ready")
+    in_step(warm, ends_ns[-1] + PAUSE_NS + 10 * NS_PER_MS, 40 * NS_PER_MS)
+    assert warm.expects("ready")
+    assert not events.told
+    assert len(ends_ns) == 1
+
+
 class Stateless(NewestValues):
     stateless = True
 
@@ -115,6 +197,7 @@ def test_a_window_and_a_policy_are_rehearsed_and_nothing_is_accounted_for(tmp_pa
 
         before, calls = counts(), policy.calls
         pipeline.rank0.stage_a.rehearse()
+        pipeline.rank0.stage_c.rehearse()
         assert stage_b.may_rehearse
         stage_b.rehearse()
         assert policy.calls == calls + 1

@@ -32,9 +32,12 @@ def state_of(row: RowInput, banks: Mapping[str, RingBank]) -> dict[str, Any]:
 
 
 def numbers_of(one: object, core: type) -> dict[str, Any]:
-    """Numbers of ``one`` by name, in members of ``core`` and beside them; flags only in members."""
+    """Numbers of ``one`` by name, in members of ``core`` and beside them.
+
+    Flags only in members, and not ``_takes``, by which the twins differ.
+    """
     members = [name for name, kind in vars(core).items() if inspect.ismemberdescriptor(kind)]
-    flags = {name for name, found in vars(one).items() if isinstance(found, bool)}
+    flags = {name for name, found in vars(one).items() if isinstance(found, bool)} | {"_takes"}
     numbers = {name: getattr(one, name) for name in {*members, *vars(one)} - flags}
     return {name: number for name, number in numbers.items() if _is_number(number)}
 

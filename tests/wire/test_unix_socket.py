@@ -24,6 +24,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from robot_rig import make_client, make_config, service_problems, serving, wait_until
 
+from ppstream import native
 from ppstream.config.schema import ImageConfig, PipelineConfig, StreamConfig
 from ppstream.core.errors import ConfigError
 from ppstream.wire import unix_socket
@@ -591,3 +592,31 @@ def test_a_robot_on_rank_0s_host_loads_no_zeromq(tmp_path: Path) -> None:
         "assert 'zmq' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@pytest.mark.skipif(not native.is_used, reason="there is no compiled core")
+def test_messages_of_packets_that_the_core_has_read_are_those_of_a_drain(
+    server: MessageSocket,
+) -> None:
+    client = connect_client(server.endpoint)
+    assert client.send(b"first")
+    first: list[Frame] = []
+    wait_until(lambda: first.extend(server.drain(limit=2)) or first)
+    peer = first[0].peer
+    source = server.packets_of(peer)
+    assert source is not None
+    assert server.packets_of(b"nobody") is None
+    sent = [b"small", bytes(FRAME_BYTES), b"more"]
+    for body in sent:
+        assert client.send(body)
+    client.close()
+    open_before = len(os.listdir("/proc/self/fd"))
+    taken, frames, others = native.receive(source.fileno(), (), 0, 16)
+    assert (taken, frames, len(others)) == (0, 0, 4)  # the end, too
+    found = source.messages(others)
+    assert [(frame.peer, bytes(frame.body)) for frame in found] == [(peer, body) for body in sent]
+    assert server.refused()["closed"] == 1
+    assert (server.packets_of(peer), source.fileno()) == (None, -1)
+    del found  # a mapping has a descriptor of its own
+    assert len(os.listdir("/proc/self/fd")) == open_before - 1
+    assert not server.drain()

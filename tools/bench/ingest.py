@@ -3,8 +3,10 @@
 Five measurements in CPU time of the thread that does the work, so that other processes matter
 little: ``ring.append`` alone; a message from its bytes to the ring (decode, all checks, append);
 the whole way from a RobotClient through a socket to the ring; ten streams at 1 kHz in real time;
-and cutting a window. Medians of interleaved rounds. ``--json FILE`` writes the table. With
-``--against PATH`` the same script of another checkout runs in turn with this one, ABBA.
+and cutting a window. Medians of interleaved rounds. A client alone is slower than the receiver,
+which then sleeps between messages; so the whole way is also measured while ``WAITING`` of them are
+there before the receiver looks. ``--json FILE`` writes the table. With
+``--against PATH`` this script measures another checkout's packages in turn with these, ABBA.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ import numpy as np
 import torch
 from claimed_numbers import ClaimedTime, median_rate, ratio, write_audited
 
+import ppstream
 from ppstream.config.load import as_toml
 from ppstream.config.schema import (
     ActionConfig,
@@ -57,8 +60,9 @@ DIM = 14
 BATCHES = 400  # timed together
 ROUNDS = 15
 SOCKET_SAMPLES = 100_000
+WAITING = 100  # messages; the socket has room for more
 ROOT = Path(__file__).resolve().parents[2]
-REPLAY = ROOT / "tools" / "replay.py"
+REPLAY = Path(ppstream.__file__).resolve().parents[1] / "tools" / "replay.py"
 KHZ_STREAMS = 10
 KHZ_SECONDS = 2.0
 ATTEMPTS = 3  # of a checkout's run: a busy machine drops samples of those in real time
@@ -108,11 +112,11 @@ def compare(other: Path, file: Path | None) -> int:
 
 
 def _rows_of(root: Path) -> dict[str, dict[str, Any]]:
-    """Rows of one run of the checkout's own script, by what they measure."""
+    """Rows of one run over the checkout's packages, by what they measure."""
     path = os.pathsep.join(str(root / room) for room in ("", "kernels", "stages"))
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "rows.json")
-        command = [sys.executable, str(root / "tools/bench/ingest.py"), "--json", str(file)]
+        command = [sys.executable, __file__, "--json", str(file)]
         environment = os.environ | {"PYTHONPATH": path}
         for _ in range(ATTEMPTS):
             done = subprocess.run(command, env=environment, capture_output=True, text=True)
@@ -212,6 +216,7 @@ class _Receiver:
         self.sessions.set_wake(self._waiter.wake)
         for fd in self.sessions.fds:
             self._waiter.register(fd)
+        self.turn = threading.Lock()  # held by who sends: then it does not read
         self._stopped = False
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
@@ -229,25 +234,32 @@ class _Receiver:
     def _run(self) -> None:
         while not self._stopped:
             self._waiter.wait(NS_PER_S // 10)
-            self.sessions.drain(now_ns())
+            with self.turn:
+                self.sessions.drain(now_ns())
             self.cpu_ns = time.thread_time_ns()
 
 
-def _floods() -> dict[int, list[ClaimedTime]]:
-    found: dict[int, list[ClaimedTime]] = {size: [] for size in SIZES[:2]}
+def _floods() -> dict[tuple[int, int], list[ClaimedTime]]:
+    """By samples a message, and messages that wait; 0: what a client sends without a pause."""
+    found: dict[tuple[int, int], list[ClaimedTime]] = {
+        (size, waiting): [] for waiting in (0, WAITING) for size in SIZES[:2]
+    }
     for _ in range(5):
-        for size, measured in found.items():
+        for flood, measured in found.items():
             with tempfile.TemporaryDirectory() as folder:
-                measured.append(_flood(_config((_stream("joints", DIM),), folder), size))
+                measured.append(_flood(_config((_stream("joints", DIM),), folder), *flood))
     return found
 
 
-def _flood_row(size: int, rounds: list[ClaimedTime]) -> dict[str, Any]:
-    return _row(f"socket to ring, {size} x {DIM}", [each.rate for each in rounds], "samples/s")
+def _flood_row(flood: tuple[int, int], rounds: list[ClaimedTime]) -> dict[str, Any]:
+    size, waiting = flood
+    how = f", {waiting} wait" if waiting else ""
+    what = f"socket to ring, {size} x {DIM}{how}"
+    return _row(what, [each.rate for each in rounds], "samples/s")
 
 
-def _flood(config: PipelineConfig, size: int) -> ClaimedTime:
-    """Samples and the receiving thread's CPU time, while a client sends all it can."""
+def _flood(config: PipelineConfig, size: int, waiting: int) -> ClaimedTime:
+    """Samples, and the CPU time of the thread that receives them."""
     count = SOCKET_SAMPLES * size // 10
     receiver = _Receiver(config)
     joints = config.streams[0]
@@ -261,15 +273,31 @@ def _flood(config: PipelineConfig, size: int) -> ClaimedTime:
         client.connect()
         assert client.wait_ready(5.0)
         before_ns = receiver.cpu_ns
-        for stamps, values in _messages(size, count // size):
-            while not client.push("joints", stamps, values):
-                time.sleep(0.0002)
+        messages = _messages(size, count // size)
+        _send(client, receiver, messages, waiting)
         while receiver.accepted() < count:
             time.sleep(0.001)
         time.sleep(0.02)
         spent_ns = receiver.cpu_ns - before_ns
     receiver.stop()
     return ClaimedTime(count, spent_ns / NS_PER_S)
+
+
+def _send(
+    client: RobotClient, receiver: _Receiver, messages: list[tuple[Array, Array]], waiting: int
+) -> None:
+    if not waiting:
+        for message in messages:
+            while not client.push("joints", *message):
+                time.sleep(0.0002)
+        return
+    before, size = receiver.accepted(), len(messages[0][0])
+    for first in range(0, len(messages), waiting):
+        sent = messages[first : first + waiting]
+        with receiver.turn:
+            assert all(client.push("joints", *message) for message in sent)
+        while receiver.accepted() - before < (first + len(sent)) * size:
+            time.sleep(0.0002)
 
 
 def _khz_rows() -> list[dict[str, Any]]:
