@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from forked_process import ForkedProcess, run_forked
-from ranks import CONFIG, SERIAL, SERVE, UNGATED, Ranks, environment_without_ranks, free_port
+from ranks import CONFIG, SERIAL, UNGATED, Ranks, environment_without_ranks, free_port
 from robot_rig import wait_until
 
 LIMIT_S = 120  # of a launch on a machine that others use
@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.multirank, pytest.mark.timeout(2 * LIMIT_S)]
 
 
 def torchrun(
-    log_root: Path, *settings: str, options: tuple[str, ...] = (), module: str = SERVE
+    log_root: Path, *settings: str, options: tuple[str, ...] = (), module: str = "ppstream.serve"
 ) -> list[str]:
     """The module that torchrun is, and its arguments; each rank runs ``module``."""
     launcher = ["forking_launcher", "torch.distributed.run"]
