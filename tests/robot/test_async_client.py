@@ -8,12 +8,18 @@ from typing import Any
 import pytest
 from robot_rig import make_client, make_config, serving, wait_until
 
-from ppstream.core.clock import now_ns
+from ppstream.config.schema import PipelineConfig
+from ppstream.core.clock import NS_PER_S, now_ns
 from ppstream.core.errors import PeerLostError, PpstreamError, ReceiverEndedError
 from ppstream.robot.async_client import AsyncRobotClient
 
 pytestmark = pytest.mark.usefixtures("either_socket")
 GIVEN = {"joints": [0, 0, 0]}
+
+
+def patient(endpoint: str | None = None) -> PipelineConfig:
+    """A configuration whose chunks are not too late on a busy machine."""
+    return make_config(endpoint, dt_ns=NS_PER_S, lease_ns=60 * NS_PER_S)
 
 
 def test_what_waits_is_awaited_and_chunks_are_iterated() -> None:
@@ -29,7 +35,7 @@ def test_what_waits_is_awaited_and_chunks_are_iterated() -> None:
                 robot.push("joints", now_ns(), [0, 0, 0])
         raise AssertionError("the chunks ended")
 
-    with serving(answers=True) as server:
+    with serving(patient(), answers=True) as server:
         assert asyncio.run(asyncio.wait_for(live(server.sessions.endpoint), 30)) == [0, 1, 2, 3, 4]
 
 
@@ -65,7 +71,7 @@ def test_chunks_that_nobody_fetched_are_counted_and_the_newest_is_given() -> Non
                 return chunk.seq, robot.overtaken
         raise AssertionError
 
-    with serving(answers=True) as server:
+    with serving(patient(), answers=True) as server:
         assert asyncio.run(asyncio.wait_for(live(server.sessions.endpoint), 30)) == (2, 2)
 
 
@@ -85,7 +91,7 @@ def test_iterating_ends_with_the_client_and_raises_what_ended_its_thread() -> No
             async for _ in robot.chunks():
                 pass
 
-    with serving(answers=True) as server:
+    with serving(patient(), answers=True) as server:
         endpoint = server.sessions.endpoint
         assert asyncio.run(asyncio.wait_for(end(endpoint), 30)) == []
         with pytest.raises(PpstreamError, match="user code"):
@@ -93,7 +99,10 @@ def test_iterating_ends_with_the_client_and_raises_what_ended_its_thread() -> No
 
 
 def test_an_event_loop_that_has_ended_does_not_end_the_receiving_thread() -> None:
-    with serving(answers=True) as server, make_client(server.sessions.endpoint) as client:
+    with (
+        serving(patient(), answers=True) as server,
+        make_client(server.sessions.endpoint) as client,
+    ):
         robot = AsyncRobotClient(client)
         asyncio.run(robot.connect())
         client.push("joints", now_ns(), [0, 0, 0])
@@ -137,7 +146,7 @@ def test_an_observation_is_awaited_and_others_run_meanwhile() -> None:
                 await asking
         return turns
 
-    with serving(answers=True) as server:
+    with serving(patient(), answers=True) as server:
         endpoint = server.sessions.endpoint
         for stamp_ns, end_ns in asyncio.run(asyncio.wait_for(live(endpoint), 30)):
             assert end_ns == stamp_ns
@@ -152,7 +161,7 @@ def test_observations_asked_at_once_are_answered_one_after_the_other() -> None:
             answers = await asyncio.gather(*(robot.ask(GIVEN, 20.0) for _ in range(4)))
         return [answer.chunk.seq for answer in answers]
 
-    with serving(answers=True) as server:
+    with serving(patient(), answers=True) as server:
         seen = asyncio.run(asyncio.wait_for(live(server.sessions.endpoint), 60))
         assert sorted(seen) == [0, 1, 2, 3]
 
@@ -197,7 +206,7 @@ def test_an_ask_ends_when_its_client_is_closed_or_a_callback_raises() -> None:
 
     with serving() as server:
         asyncio.run(asyncio.wait_for(close(server.sessions.endpoint), 60))
-    with serving(answers=True) as server:
+    with serving(patient(), answers=True) as server:
         asyncio.run(asyncio.wait_for(fall(server.sessions.endpoint), 60))
 
 
@@ -211,6 +220,6 @@ def test_on_this_host_the_event_loops_own_thread_reads_the_answer(tmp_path: Path
             while len(readers) < 5:  # a chunk that comes too late is no call
                 await robot.ask(GIVEN, 20.0)
 
-    with serving(make_config(f"unix://{tmp_path}/robots"), answers=True) as server:
+    with serving(patient(f"unix://{tmp_path}/robots"), answers=True) as server:
         asyncio.run(asyncio.wait_for(live(server.sessions.endpoint), 60))
     assert set(readers) == {threading.get_ident()}
