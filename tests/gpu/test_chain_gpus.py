@@ -7,17 +7,15 @@ gate judges their time slices. NCCL takes one rank for each GPU.
 from __future__ import annotations
 
 import json
-import os
 import signal
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from ranks import Ranks
+from ranks import Ranks, assert_no_rank_outlives
 from recorded_runs import played
 from recording_files import made_recording
-from robot_rig import wait_until
 
 GPUS = torch.cuda.device_count()
 SHAPE = "steps=8, dim=5, horizon=4, action_dim=2"
@@ -140,13 +138,8 @@ def test_no_rank_outlives_another(placement, rank, how, tmp_path):
     settings = (*PARTS, SERVED, options, *placement, "log.keep=1")
     with Ranks(tmp_path, *settings, world_size=3 if placement is CHAIN else 2) as run:
         run.wait_for_event("phase", LIMIT_S, phase="ready")
-        ends = [other for other in run.processes if other is not run.processes[rank]]
-        os.kill(run.processes[rank].pid, how)
         limit_s = GONE_S + SPARE_S + (0 if how == signal.SIGKILL else FROZEN_S)
-        wait_until(lambda: all(other.poll() is not None for other in ends), seconds=limit_s)
-        codes = {process.poll() for process in ends}
-        assert codes <= {20, -signal.SIGKILL}, (codes, run.output())
-        assert 20 in codes
+        assert_no_rank_outlives(run, rank, how, limit_s)
 
 
 def test_ranks_by_stamps_drain_when_they_are_asked_to(tmp_path):

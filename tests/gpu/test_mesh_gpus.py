@@ -6,7 +6,6 @@ alone, as between hosts.
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 from pathlib import Path
@@ -15,7 +14,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from ranks import JUDGED_AGAIN, Ranks
+from ranks import (
+    JUDGED_AGAIN,
+    Ranks,
+    assert_no_rank_outlives,
+    assert_standing_member_is_named,
+)
 from recorded_runs import played
 from recording_files import made_recording
 from robot_rig import wait_until
@@ -187,13 +191,8 @@ def test_no_rank_outlives_another_of_the_mesh(
     settings = (*SMALL_ACT, *ON_GPUS, *CALM, SERVED, f"policy.graph={graph}")
     with Ranks(tmp_path, *settings, world_size=3, env=env) as run:
         run.wait_for_event("phase", LIMIT_S, phase="ready")
-        ends = [other for other in run.processes if other is not run.processes[rank]]
-        os.kill(run.processes[rank].pid, how)
         limit_s = GONE_S + SPARE_S + (0 if how == signal.SIGKILL else FROZEN_S)
-        wait_until(lambda: all(other.poll() is not None for other in ends), seconds=limit_s)
-        codes = {process.poll() for process in ends}
-        assert codes <= {20, -signal.SIGKILL}, (codes, run.output())
-        assert 20 in codes
+        assert_no_rank_outlives(run, rank, how, limit_s)
         if rank == 2:
             assert "rank 2" in run.output().partition("--- stderr1")[0]
 
@@ -208,14 +207,7 @@ def test_a_member_that_stands_is_named_by_its_own_watchdog(tmp_path: Path) -> No
     trigger = tmp_path / "now"
     settings = (*faulty("slow", trigger), "liveness.watchdog_s=2", LONG)
     with Ranks(tmp_path / "logs", *settings, world_size=3) as run:
-        run.wait_for_event("phase", LIMIT_S, phase="bring-up")
-        trigger.touch()
-        codes = run.wait(60)
-        assert codes[2] == 21, (codes, run.output())
-        assert set(codes[:2]) <= {20, 21, -signal.SIGKILL}
-        reason = run.exits()["2"]["reason"]
-        assert reason.startswith("stage B on rank 2 made no progress")
-        assert "mesh_policy.py" in reason
+        assert_standing_member_is_named(run, trigger, LIMIT_S)
 
 
 def test_a_rank_that_raises_alone_ends_the_run(tmp_path: Path) -> None:

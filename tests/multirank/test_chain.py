@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 from pathlib import Path
 
 import numpy as np
 import pytest
-from ranks import NOTICED_BY, SERVE, Ranks, placed
+from ranks import NOTICED_BY, SERVE, Ranks, assert_no_rank_outlives, placed
 from recorded_runs import played
 from recording_files import made_recording
 from robot_rig import wait_until
@@ -204,12 +203,7 @@ CHAIN = (
 def test_no_rank_outlives_another_of_the_chain(rank, how, tmp_path):
     with Ranks(tmp_path, *CHAIN, *NOTICED_BY[how], world_size=4) as run:
         run.wait_for_event("phase", phase="ready")
-        ends = [other for other in run.processes if other is not run.processes[rank]]
-        os.kill(run.processes[rank].pid, how)
-        wait_until(lambda: all(other.poll() is not None for other in ends))
-        codes = {process.poll() for process in ends}
-        assert codes <= {20, -signal.SIGKILL}, (codes, run.output())
-        assert 20 in codes
+        assert_no_rank_outlives(run, rank, how)
 
 
 #: A rank that is made to leave may not get to write why, on a busy machine.

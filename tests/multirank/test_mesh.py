@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 from pathlib import Path
@@ -11,10 +10,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ranks import NOTICED_BY, Ranks
+from ranks import (
+    END_LIMIT_S,
+    NOTICED_BY,
+    Ranks,
+    assert_no_rank_outlives,
+    assert_standing_member_is_named,
+)
 from recorded_runs import played
 from recording_files import made_recording
-from robot_rig import wait_until
 
 from ppstream.analysis.judge import judge
 from ppstream.analysis.log_reader import read_run
@@ -88,12 +92,7 @@ def test_members_are_named_in_the_log_and_the_report(tmp_path: Path) -> None:
 def test_no_rank_outlives_another_of_the_mesh(rank: int, how: int, tmp_path: Path) -> None:
     with Ranks(tmp_path, *faulty(""), *NOTICED_BY[how], world_size=3) as run:
         run.wait_for_event("phase", phase="ready")
-        ends = [other for other in run.processes if other is not run.processes[rank]]
-        os.kill(run.processes[rank].pid, how)
-        wait_until(lambda: all(other.poll() is not None for other in ends))
-        codes = {process.poll() for process in ends}
-        assert codes <= {20, -signal.SIGKILL}, (codes, run.output())
-        assert 20 in codes
+        assert_no_rank_outlives(run, rank, how)
         if rank == 2:
             assert "rank 2" in run.output().partition("--- stderr1")[0]
 
@@ -102,14 +101,7 @@ def test_a_member_that_stands_is_named_by_its_own_watchdog(tmp_path: Path) -> No
     trigger = tmp_path / "now"
     settings = (*faulty("slow", trigger), "liveness.watchdog_s=2", LONG)
     with Ranks(tmp_path / "logs", *settings, world_size=3) as run:
-        run.wait_for_event("phase", phase="bring-up")
-        trigger.touch()
-        codes = run.wait(60)
-        assert codes[2] == 21, (codes, run.output())
-        assert set(codes[:2]) <= {20, 21, -signal.SIGKILL}
-        reason = run.exits()["2"]["reason"]
-        assert reason.startswith("stage B on rank 2 made no progress")
-        assert "mesh_policy.py" in reason
+        assert_standing_member_is_named(run, trigger, END_LIMIT_S)
 
 
 def test_a_rank_that_raises_alone_ends_the_run(tmp_path: Path) -> None:

@@ -169,3 +169,25 @@ class Ranks:
 
     def output(self) -> str:
         return "\n".join(f"--- {path.name}\n{path.read_text()}" for path in self.errors)
+
+
+def assert_no_rank_outlives(ranks: Ranks, rank: int, how: int, seconds: float = 60.0) -> None:
+    """Signal ``rank`` with ``how``: it is lost, and within ``seconds`` all others have ended so."""
+    ends = [other for other in ranks.processes if other is not ranks.processes[rank]]
+    os.kill(ranks.processes[rank].pid, how)
+    wait_until(lambda: all(other.poll() is not None for other in ends), seconds=seconds)
+    codes = {process.poll() for process in ends}
+    assert codes <= {20, -signal.SIGKILL}, (codes, ranks.output())
+    assert 20 in codes
+
+
+def assert_standing_member_is_named(ranks: Ranks, trigger: Path, limit_s: float) -> None:
+    """Rank 2 of a mesh of ``mesh_policy`` stands from ``trigger`` on: its own watchdog says so."""
+    ranks.wait_for_event("phase", limit_s, phase="bring-up")
+    trigger.touch()
+    codes = ranks.wait(60)
+    assert codes[2] == 21, (codes, ranks.output())
+    assert set(codes[:2]) <= {20, 21, -signal.SIGKILL}
+    reason = ranks.exits()["2"]["reason"]
+    assert reason.startswith("stage B on rank 2 made no progress")
+    assert "mesh_policy.py" in reason
