@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Final
 
 from ppstream.core.errors import PpstreamError
+from ppstream.report.formatting import size_text
 
 FULL: Final = (errno.ENOSPC, errno.EDQUOT)
-UNITS: Final = ("bytes", "kB", "MB", "GB", "TB")
 
 
 class DataSetWriteError(PpstreamError):
@@ -41,14 +41,6 @@ def writing(folder: Path, written: Callable[[], str]) -> Iterator[None]:
             text = f"cannot be written: {error.strerror or error}"
             remedy = "once that is mended, the same command goes on"
         raise DataSetWriteError(f"{folder}: {text}; {written()}; {remedy}") from error
-
-
-def size_text(size: int) -> str:
-    """A number of bytes as 12.4 MB."""
-    amount, unit = float(size), 0
-    while amount >= 1000 and unit < len(UNITS) - 1:
-        amount, unit = amount / 1000, unit + 1
-    return f"{amount:.{0 if unit == 0 else 1}f} {UNITS[unit]}"
 
 
 def _free(folder: Path) -> str:

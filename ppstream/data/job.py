@@ -25,7 +25,7 @@ from typing import Any, Final, Literal, NamedTuple
 
 from ppstream.config.to_toml import as_toml
 from ppstream.core.errors import ConfigError, PeerLostError
-from ppstream.data.disk_space import size_text, writing
+from ppstream.data.disk_space import writing
 from ppstream.data.inputs import DataInput
 from ppstream.data.outputs import (
     DataPart,
@@ -35,6 +35,7 @@ from ppstream.data.outputs import (
     output_of,
     prepare,
 )
+from ppstream.report.formatting import size_text
 
 STATE: Final = ".resample"  # in the output's folder
 JOB: Final = "job.json"

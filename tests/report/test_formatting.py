@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from ppstream.report.formatting import gib, ms, percent
+from ppstream.report.formatting import gib, ms, percent, size_text
 
 
 @pytest.mark.parametrize(
@@ -21,3 +21,11 @@ from ppstream.report.formatting import gib, ms, percent
 )
 def test_what_rounds_to_nothing_has_no_sign(text: str, shown: str) -> None:
     assert text == shown
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [(0, "0 B"), (1023, "1023 B"), (12_340_000, "11.8 MiB"), (2 * 10**15, "1862645.1 GiB")],
+)
+def test_sizes_are_told_in_their_unit(size: int, text: str) -> None:
+    assert size_text(size) == text
