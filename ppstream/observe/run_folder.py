@@ -10,7 +10,6 @@ import fcntl
 import json
 import os
 import platform
-import re
 import secrets
 import shutil
 import sys
@@ -21,13 +20,13 @@ from pathlib import Path
 from typing import Any, Final
 
 from ppstream import native
+from ppstream.analysis.log_reader import log_files
 from ppstream.control.peer_process import start_time
 from ppstream.core.errors import FINAL_CODES, OTHER_LEFT, ConfigError, ExitCode, PeerLeftError
 
 SCHEMA: Final = "ppstream.log/1"
 LAUNCHER_RUN: Final = "TORCHELASTIC_RUN_ID"  # of a rank that torchrun's agent has started
 ROBOT_STORY: Final = "robot.txt"  # what the embedded robot says at its end
-LOG_NAME: Final = re.compile(r"rank\d+\.gen(\d+)\.jsonl")
 DIRECTORY_MODE: Final = 0o750
 LOCK_TRIES: Final = 50
 LOCK_PAUSE_S: Final = 0.02  # a process that holds it for longer is stopped
@@ -100,8 +99,7 @@ class Run:
 
     def next_generation(self) -> int:
         """Returns a number larger than that of each start which left a log or an end here."""
-        logs = (LOG_NAME.fullmatch(path.name) for path in self.directory.iterdir())
-        begun = [int(found[1]) for found in logs if found is not None]
+        begun = [name.generation for name in log_files(self.directory).values()]
         begun += [int(end.get("generation", 0)) for end in self.ends().values()]
         return max(begun, default=0) + 1
 
