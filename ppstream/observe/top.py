@@ -10,10 +10,10 @@ import argparse
 import re
 import sys
 import time
-import urllib.request
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any, Final
 
@@ -26,10 +26,12 @@ from rich.text import Text
 from ppstream.core.clock import NS_PER_S, now_ns
 from ppstream.core.errors import ConfigError
 from ppstream.observe.run_folder import EventLog, events_in
+from ppstream.wire.http_answer import HTTP_OK, get_whole
 from ppstream.wire.robot_messages import SERVING
 
 PERIOD_S: Final = 1.0
 ANSWER_LIMIT_S: Final = 2.0
+ANSWER_BYTES_MAX: Final = 16 << 20  # a rank that tells more is none
 HEAD_BYTES: Final = 65_536  # of a log: its first lines name the endpoint
 TAIL_BYTES: Final = 4 << 20  # and its last ones the newest events
 EVENTS: Final = 6
@@ -91,11 +93,13 @@ def read(port: int) -> RankMetrics:
     """Ask one rank."""
     try:
         url = f"http://127.0.0.1:{port}/metrics"
-        with urllib.request.urlopen(url, timeout=ANSWER_LIMIT_S) as answer:
-            text = answer.read().decode()
-    except OSError:
+        answer = get_whole(url, {}, ANSWER_LIMIT_S, ANSWER_BYTES_MAX)
+    except (OSError, HTTPException):
         return RankMetrics(now_ns())
-    samples = (s for family in text_string_to_metric_families(text) for s in family.samples)
+    if answer.status != HTTP_OK:
+        return RankMetrics(now_ns())
+    families = text_string_to_metric_families(answer.body.decode())
+    samples = (s for family in families for s in family.samples)
     return RankMetrics(
         now_ns(), {(s.name, tuple(sorted(s.labels.items()))): s.value for s in samples}
     )

@@ -60,7 +60,7 @@ class RobotClient:
         blend_ms: how long a newer chunk takes to replace the one before; 0: at once.
         max_age_ms: execute no action later than this after its window's end, though its lease may
             run longer; the server may set less. None: the server's maximum.
-        on_chunk: called by the thread that receives with each chunk merged; must return quickly.
+        on_chunk: called by the receiving thread, or in ``ask``, with each chunk merged; be quick.
         clock: the clock that stamps the samples; leases and ages are judged by it alone.
         real_time: False when a recording is replayed at another speed than its own.
         keys: ``keys.client_keys(secret_file, server_file)``; a server of another host wants them.
