@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import threading
@@ -26,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import torch
 from bench.profile_cells import DTYPES, KINDS, POLICY, SIZES
-from real_runs import SOURCES, print_environment
+from real_runs import environment_with_sources, print_environment
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -101,7 +100,7 @@ class Worker:
         return found
 
     def _begin(self) -> subprocess.Popen[str]:
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(SOURCES)}
+        environment = environment_with_sources()
         environment["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         command = [sys.executable, "-m", "bench.profile_cells"]

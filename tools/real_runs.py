@@ -250,9 +250,14 @@ def write_json(
     write_audited(path, whole, claims)
 
 
-def rank_environment(rank: int, port: int, world_size: int = 2) -> dict[str, str]:
+def environment_with_sources() -> dict[str, str]:
+    """Returns this process's environment, in which Python finds the project's rooms first."""
     path = os.pathsep.join((*SOURCES, os.environ.get("PYTHONPATH", ""))).rstrip(os.pathsep)
-    return os.environ | {
+    return os.environ | {"PYTHONPATH": path}
+
+
+def rank_environment(rank: int, port: int, world_size: int = 2) -> dict[str, str]:
+    return environment_with_sources() | {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(world_size),
@@ -260,7 +265,6 @@ def rank_environment(rank: int, port: int, world_size: int = 2) -> dict[str, str
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": path,
     }
 
 

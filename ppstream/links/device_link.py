@@ -27,11 +27,12 @@ if TYPE_CHECKING:
 
 #: Envelopes that a host queues beyond D_in, at most: it may be late by as many periods.
 AHEAD: Final = 6
-#: Places of one stream's queue that work may take while it waits for the other rank. A full queue
-#: holds up the host inside a launch: seen at 1,020 single launches, and at some 5,000 nodes of
-#: graphs whose kernels differ.
-PLACES_AHEAD: Final = 900
-EVENT_PLACES: Final = 12  # of an envelope besides its stage: waits, events, copies, episodes
+#: Launches that one stream's queue may hold while it waits for the other rank. A full queue holds
+#: up the host inside a launch: seen at 1,020 launches, of kernels and of graphs alike,
+LAUNCHES_AHEAD: Final = 900
+#: and at some 5,000 nodes of graphs whose kernels differ.
+NODES_AHEAD: Final = 2_000
+EVENT_LAUNCHES: Final = 12  # of an envelope besides its stage: waits, events, copies, episodes
 LONG_STAGE_NS: Final = NS_PER_MS  # beside such a stage the host is quick enough without run-ahead
 WORD_BYTES: Final = 8  # of a header
 
@@ -170,7 +171,12 @@ def most_queued(shape: LinkShape) -> int:
     return shape.d_in + max(1, shape.ahead)
 
 
-def run_ahead(nodes: int | None, stage_ns: int, d_in: int) -> int:
+def may_await(nodes: int | None) -> bool:
+    """True when one stage of ``nodes`` fits into the driver's queue while it waits there."""
+    return nodes is not None and nodes <= NODES_AHEAD
+
+
+def run_ahead(nodes: int | None, stage_ns: int, d_in: int, *, launches: int = 1) -> int:
     """Returns how many envelopes beyond ``d_in`` a host may queue a stage for, before they exist.
 
     While its input is missing, all that is queued waits for the other rank. It must fit into the
@@ -180,13 +186,14 @@ def run_ahead(nodes: int | None, stage_ns: int, d_in: int) -> int:
         nodes: kernels, copies and memsets of one call of the stage; None: not known.
         stage_ns: its usual duration.
         d_in: of the link.
+        launches: that queue these; a graph is one.
 
     Returns:
         0: the stage may be queued only when its input was seen.
     """
     if nodes is None or stage_ns >= LONG_STAGE_NS:
         return 0
-    fitting = PLACES_AHEAD // (nodes + EVENT_PLACES)
+    fitting = min(LAUNCHES_AHEAD // (launches + EVENT_LAUNCHES), NODES_AHEAD // max(1, nodes))
     return max(0, min(AHEAD, fitting - d_in))
 
 

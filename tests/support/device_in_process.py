@@ -86,9 +86,9 @@ class Work:
 
     def calls(self, stream: CudaStream) -> tuple[DriverCall, ...]:
         def queue() -> tuple[int]:
-            queue_call(stream, lambda: time.sleep(self._seconds))
+            queue_call(stream, lambda: time.sleep(self._seconds), is_node=True)
             for _ in range(self.products - 1):
-                queue_call(stream, nothing)
+                queue_call(stream, nothing, is_node=True)
             return (0,)
 
         return (DriverCall(queue, "sleep"),) if self._seconds or self.products > 1 else ()
@@ -133,8 +133,9 @@ class QueuedPolicy:
         if self.calls - 1 in self.refuse:
             raise ValueError("no such kernel")
         for _ in range(self.kernels - 1):
-            queue_call(self.stream, nothing)
-        queue_call(self.stream, lambda: self.policy(envelope.tensors, result.tensors, rows))
+            queue_call(self.stream, nothing, is_node=True)
+        policy = partial(self.policy, envelope.tensors, result.tensors, rows)
+        queue_call(self.stream, policy, is_node=True)
 
     def graphs(self, envelope: Any, result: Any) -> StageGraphs | None:
         if not self.is_graphed:

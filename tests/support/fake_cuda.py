@@ -21,6 +21,7 @@ from typing import Any
 OK, INVALID_HANDLE, NOT_READY = 0, 400, 600
 CYCLE = 1 << 32
 PLACES = 1000  # of a stream's queue: who launches into a full one is held up, as by the driver
+NODES = 5000  # of graphs, that fill it, too
 HELD_LIMIT_S = 3.0  # then the test fails: nobody may be held up so long
 POLL_S = 0.0001
 STEP_NS = 1000
@@ -50,9 +51,10 @@ class FakeStream:
     """
 
     def __init__(self, driver: FakeDriver) -> None:
-        self._queue: SimpleQueue[tuple[int, Callable[[], None], bool] | None] = SimpleQueue()
+        self._queue: SimpleQueue[tuple[int, Callable[[], None], bool, bool] | None] = SimpleQueue()
         self.now_ns = 0
         self.pending = 0
+        self._nodes = 0  # of these, nodes of graphs
         self._awaited: Callable[[], bool] | None = None  # what it waits for now
         self._room = threading.Condition()
         self.driver = driver
@@ -62,8 +64,10 @@ class FakeStream:
     def __int__(self) -> int:
         return id(self)
 
-    def queue(self, work: Callable[[], None], *, takes_time: bool = False) -> None:
-        """Takes one place of the queue; holds up the caller until there is one."""
+    def queue(
+        self, work: Callable[[], None], *, takes_time: bool = False, is_node: bool = False
+    ) -> None:
+        """Takes a place, a node a share of one; holds up the caller until there is so much room."""
         with self._room:
             if not self._has_room() and self._awaited is not None and not self._awaited():
                 self.driver.stood_behind_waits += 1
@@ -73,7 +77,8 @@ class FakeStream:
                 self.driver.failures.append(TimeoutError(text))
                 self.driver.ended = True
             self.pending += 1
-        self._queue.put((time.monotonic_ns(), work, takes_time))
+            self._nodes += is_node
+        self._queue.put((time.monotonic_ns(), work, takes_time, is_node))
 
     def saw(self, at_ns: int) -> None:
         """What runs now waited for something that happened then."""
@@ -107,7 +112,8 @@ class FakeStream:
         return (awaited := self._awaited) is not None and not awaited()
 
     def _has_room(self) -> bool:
-        return self.pending < PLACES or self.driver.ended
+        launches = self.pending - self._nodes
+        return launches / PLACES + self._nodes / NODES < 1 or self.driver.ended
 
     @property
     def is_ended(self) -> bool:
@@ -124,7 +130,7 @@ class FakeStream:
 
     def _run(self) -> None:
         while (queued := self._queue.get()) is not None:
-            queued_ns, work, takes_time = queued
+            queued_ns, work, takes_time, is_node = queued
             self.saw(queued_ns)
             began_ns = time.monotonic_ns()
             try:
@@ -134,6 +140,7 @@ class FakeStream:
             self.now_ns += time.monotonic_ns() - began_ns if takes_time else STEP_NS
             with self._room:
                 self.pending -= 1
+                self._nodes -= is_node
                 self._room.notify_all()
 
 
@@ -233,7 +240,7 @@ class FakeDriver:
     def cuGraphLaunch(self, graph: list[Any], stream: FakeStream) -> tuple[int]:
         self.graphs_launched += 1
         for work, takes_time in graph:
-            stream.queue(partial(work, stream), takes_time=takes_time)
+            stream.queue(partial(work, stream), takes_time=takes_time, is_node=True)
         return (OK,)
 
     def cuStreamQuery(self, stream: FakeStream) -> tuple[int]:
@@ -257,6 +264,6 @@ class FakePart:
         return len(graph) - 1
 
 
-def queue_call(stream: Any, call: Callable[[], None]) -> None:
-    """What a kernel is elsewhere; ``stream`` is a memops.CudaStream."""
-    stream.handle.queue(call, takes_time=True)
+def queue_call(stream: Any, call: Callable[[], None], *, is_node: bool = False) -> None:
+    """What a kernel is elsewhere, perhaps of a graph; ``stream`` is a memops.CudaStream."""
+    stream.handle.queue(call, takes_time=True, is_node=is_node)

@@ -23,7 +23,6 @@ is the same on CPUs, with the policy of ``vla_tiny`` on its three ranks.
 from __future__ import annotations
 
 import argparse
-import os
 import subprocess
 import sys
 import tempfile
@@ -57,10 +56,10 @@ from bench.peers import (
 from bench.peers_work import CAMERAS_OF, HORIZON, MEAN, ON_GPU, PAUSES_MS, SIDE, SIDES, STD
 from claimed_numbers import Claim, median_round, ratio
 from real_runs import (
-    SOURCES,
     RankPair,
     Target,
     ending_cleanly,
+    environment_with_sources,
     print_environment,
     print_targets,
     spread,
@@ -386,10 +385,8 @@ def policy_alone_ms(work: str) -> float | None:
     if work not in ON_GPU:
         return None
     code = f"from bench.policies import Unserved; print(Unserved('{work}').alone_ms())"
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(SOURCES)}
-    said = subprocess.run(
-        [sys.executable, "-c", code], env=environment, check=True, text=True, stdout=subprocess.PIPE
-    )
+    command, environment = [sys.executable, "-c", code], environment_with_sources()
+    said = subprocess.run(command, env=environment, check=True, text=True, stdout=subprocess.PIPE)
     found_ms = float(said.stdout.split()[-1])
     print(f"the policy alone: {found_ms:.3f} ms")
     return found_ms

@@ -16,7 +16,7 @@ from typing import Final
 from drill.judging import ORPHAN_S
 from drill.processes import MARK, marked
 from drill.scene import CONFIG, Failed
-from real_runs import POLL_S, SOURCES
+from real_runs import POLL_S, environment_with_sources
 
 LAUNCHER_END_S: Final = 60.0
 SERVE: Final = "ppstream.serve"
@@ -50,10 +50,9 @@ def launched(
     command += ["-m", module, "--config", config]
     for setting in settings:
         command += ["--set", setting]
-    path = os.pathsep.join((*SOURCES, os.environ.get("PYTHONPATH", ""))).rstrip(os.pathsep)
-    clean = {k: v for k, v in os.environ.items() if not k.startswith(("RANK", "WORLD", "MASTER"))}
-    clean |= environment
-    env = clean | {MARK: mark, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    found = environment_with_sources()
+    clean = {k: v for k, v in found.items() if not k.startswith(("RANK", "WORLD", "MASTER"))}
+    env = clean | environment | {MARK: mark, "OMP_NUM_THREADS": "1"}
     with output.open("wb") as file:
         process = subprocess.Popen(command, env=env, stdout=file, stderr=file)
     try:

@@ -15,8 +15,9 @@ A credit is the receipt of the result ``d_in`` envelopes earlier, which this dev
 
 A stage A that waits for its credit waits for the policy rank, and so would a launch that finds the
 driver's queue full: ``device_link.run_ahead`` bounds by nodes what stands queued so. A stage A of a
-millisecond or more, as with parts of the policy at its end, or of many nodes, is queued once its
-credit was seen, behind at most one that runs: the host goes on to emit results meanwhile.
+millisecond or more, as with parts of the policy at its end, or of many nodes, is queued shortly
+before its credit should come if its nodes fit, else once that was seen, behind at most one that
+runs: the host goes on to emit results meanwhile.
 
 Of replicas (``links/device_replicas.py``) each envelope's way leads over the link of the one whose
 turn it is, on the same streams. When one is lost, its waits are ended: what it owes is dropped, and
@@ -41,12 +42,12 @@ from ppstream.core.clock import NS_PER_MS, now_ns
 from ppstream.core.errors import PeerLostError, ProtocolError, WatchdogError
 from ppstream.core.realtime import end_timeouts_on_time
 from ppstream.core.user_code import Fault
-from ppstream.links.device_link import most_queued, run_ahead
+from ppstream.links.device_link import may_await, most_queued
 from ppstream.links.device_replicas import DeviceReplicas
 from ppstream.links.headers import FAILED, FAILURES, REPLICA_LOST
 from ppstream.links.slots import GENERATION, INDEX
 from ppstream.pipeline.device.event_times import Rank0Times, record_rank0_times
-from ppstream.pipeline.device.in_flight import UNSETTLED_MAX, InFlight
+from ppstream.pipeline.device.in_flight import EARLY_NS, UNSETTLED_MAX, InFlight
 from ppstream.pipeline.device.rank0_queue import Queueing
 from ppstream.pipeline.device.rank0_stamped import StampedQueueing
 from ppstream.pipeline.device.stage_times import time_a_and_c
@@ -154,8 +155,10 @@ class DeviceExecutor:
         if isinstance(self._queueing, StampedQueueing) and self._queueing.prepare():
             self._loop.log.event("stage_graphs", stage="A", graphs=self._queueing.graphs)
         self._waits_for_input = self._loop.pacing.name != "saturated"
-        d_in, work = self._loop.credits.d_in, self._parts.work_a
-        self._ahead = run_ahead(self._nodes, self._a.front_ns + work.mean_ns, d_in)
+        d_in = self._loop.credits.d_in
+        self._ahead = self._parts.run_ahead(self._a)
+        awaits = self._is_fresh and not self._ahead and may_await(self._parts.nodes(self._a))
+        self._underway.early_ns = EARLY_NS if awaits else 0
         # many more than there are credits for only where input is never waited for
         beyond = 1 if self._waits_for_input else max(1, self._ahead)
         self._most_underway = min(self._most_queued, d_in + beyond)
@@ -222,17 +225,13 @@ class DeviceExecutor:
         at = self._loop.at()
         if not self._is_launching:
             return at
-        nodes = "kernels" if self._nodes is None else f"{self._nodes} nodes"
+        nodes = self._parts.nodes(self._a)
+        said = "kernels" if nodes is None else f"{nodes} nodes"
         return (
-            f"{at}: a launch ({nodes} of stage A, {len(self._underway)} envelopes queued "
+            f"{at}: a launch ({said} of stage A, {len(self._underway)} envelopes queued "
             "before it); one that stands says that the driver's queue is full and the device makes "
             "no progress"
         )
-
-    @property
-    def _nodes(self) -> int | None:
-        """Of a stage A, with all that it simulates."""
-        return None if self._a.nodes is None else self._a.nodes + self._parts.work_a.products
 
     # ---- one envelope: finished ----------------------------------------------------------------
 
@@ -361,6 +360,7 @@ class DeviceExecutor:
         due_ns = self._underway.oldest_due_ns() + SPARE_NS
         if not self._ahead and self._newest is not None:  # its credit is seen by the host
             due_ns -= self._newest.passed.c1 - self._newest.passed.received
+            due_ns -= self._underway.lead_ns
         until_ns, poll_ns = due_ns, self._poll_due_ns
         if not self._waits_for_input:  # the next A begins when this one is done
             poll_ns = max(poll_ns, min(due_ns - INTAKE_NS, self._poll_latest_ns))

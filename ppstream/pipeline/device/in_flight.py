@@ -13,6 +13,7 @@ from __future__ import annotations
 from heapq import heappop, heappush
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
+from ppstream.core.clock import now_ns
 from ppstream.pipeline.credits import QueueTransition
 from ppstream.pipeline.device.event_times import Rank0Times
 
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
 
 SIGHT_NS: Final = 20_000  # A that began sooner before the receipt's event did not wait for it
 SHIFT: Final = 2  # a quarter of what is new: one late envelope moves little
+#: A stage A that is not queued ahead is queued so long before its credit should come: about as long
+#: the host takes to see a credit and to queue a stage A. So much older is what it reads.
+EARLY_NS: Final = 150_000
 LEAST_NS: Final = 1_000  # so that what is usually nothing can grow
 UNSETTLED_MAX: Final = 16  # envelopes that are finished and not settled
 _EMIT, _DECODE, _RECEIVE, _COMMIT = map(int, QueueTransition)
@@ -165,6 +169,9 @@ class InFlight:
         marks: of each slot, which come again; more slots than envelopes are ever under way.
         a_spins: A's stream sees a credit by itself, sooner than the receipt's event comes.
         first: envelope of the run that comes next; those before it are finished.
+
+    Attributes:
+        early_ns: how long before its credit should come a stage A may be queued.
     """
 
     def __init__(
@@ -191,6 +198,7 @@ class InFlight:
         self._committed = self._received = first  # moves of theirs that are known
         self._committed_ns = self._received_ns = 0  # the newest of these
         self._rhythm = CompletionEstimate()
+        self.early_ns = 0
 
     def __len__(self) -> int:
         return self._queued - self._finished
@@ -198,6 +206,11 @@ class InFlight:
     @property
     def oldest(self) -> Flight:
         return self._oldest.flight
+
+    @property
+    def lead_ns(self) -> int:
+        """``early_ns`` if the oldest gives the next envelope its credit, else 0."""
+        return self.early_ns if self._queued - self._d_in == self._finished else 0
 
     @property
     def unsettled(self) -> int:
@@ -220,7 +233,8 @@ class InFlight:
         return self._finished != self._queued and self._clock.is_past(self._oldest.marks.c1)
 
     def may_begin_now(self, *, is_fresh: bool) -> bool:
-        """True when stage A of the next envelope has all it waits for, but one A before it at most.
+        """True when stage A of the next envelope has all it waits for, but one A before it at most,
+        or will have it in ``early_ns``.
 
         Args:
             is_fresh: A waits for its credit; else for the copy of the one before, which does.
@@ -231,7 +245,10 @@ class InFlight:
         if not is_fresh:
             return index == self._finished or host_ns(self.marks(index - 1).sent) is not None
         giver = index - self._d_in
-        return giver < self._finished or host_ns(self.marks(giver).received) is not None
+        if giver < self._finished or host_ns(self.marks(giver).received) is not None:
+            return True
+        lead_ns = self.lead_ns
+        return lead_ns > 0 and now_ns() >= self.oldest_due_ns() - lead_ns
 
     def unreceived(self) -> list[int]:
         """The envelopes whose results are not here, oldest first."""

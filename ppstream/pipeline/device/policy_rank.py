@@ -13,11 +13,12 @@ A short stage B is queued a few envelopes ahead of those that are over, and the 
 some of them come. Whatever stands queued for an envelope that is not there waits for rank 0, and so
 would a launch that finds the driver's queue full: ``link_device.run_ahead`` bounds it by nodes. A
 stage B of a millisecond or more, of many nodes, without a graph, or that takes instructions is
-queued once its envelope was seen, behind at most one that runs; and a receipt once rank 0 rang for
-its envelope, whose way is queued then. Such a stage B is given as few rows as hold the robots that
-are there: who is comes with the receipt. So nothing waits here while the run is idle, and what the
-host does between two envelopes, such as user code that loads its first kernel of a kind, never
-waits for rank 0's host. The loop learns which envelope a slot held when that is over.
+queued once its envelope was seen, behind at most one that runs, where it may await an envelope on
+its way; and a receipt once rank 0 rang for its envelope, whose way is queued then. A stage B that
+is queued when seen is given as few rows as hold the robots that are there: who is comes with the
+receipt. So nothing waits here while the run is idle, and what the host does between two envelopes,
+such as user code that loads its first kernel of a kind, never waits for rank 0's host. The loop
+learns which envelope a slot held when that is over.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from ppstream.core.errors import ProtocolError
 from ppstream.core.realtime import end_timeouts_on_time
 from ppstream.cuda.device_clock import DeviceClock
 from ppstream.cuda.streams import stream
-from ppstream.links.device_link import most_queued
+from ppstream.links.device_link import may_await, most_queued
 from ppstream.links.headers import EPOCH, FAILED, FAILURES, SEQ, ResultStatus
 from ppstream.links.slots import BACK, GENERATION, INDEX, Position
 from ppstream.observe import nvtx_ranges
@@ -136,6 +137,8 @@ class DevicePolicyRank(PolicyRank):
         self._ahead = parts.shape.ahead  # of its envelopes; 0: stage B waits for none
         self._most_queued = most_queued(parts.shape)
         self._sizes = parts.sizes
+        is_told = config.policy.instructions or self._sizes is not None
+        self._may_await = may_await(parts.nodes) and not is_told
         self._plans = slot_plans(
             self.link,
             self._stream,
@@ -234,13 +237,16 @@ class DevicePolicyRank(PolicyRank):
         """True when stage B of the next envelope may be queued: no launch may wait for rank 0.
 
         Not ahead of envelopes: behind at most one that runs, so that launches seldom stand at all.
+        There one may await an envelope that rank 0 rang for, if its nodes fit.
         """
         if self._ahead:
             return True
         is_past = self._parts.clock.is_past
         while self._arrived < self._expected and is_past(self._plan(self._arrived).complete):
             self._arrived += 1
-        return self._queued < self._arrived and self._queued - self.progress <= 1
+        runs = self._queued - self.progress
+        awaited = 1 if runs and self._may_await else 0
+        return runs <= 1 and self._queued < self._arrived + awaited
 
     def queue(self) -> None:
         """Queue everything that will happen to the next envelope."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ppstream.cuda.driver import CudaEvent, LaunchSequence
-from ppstream.links.device_link import pinned_slots
+from ppstream.links.device_link import pinned_slots, run_ahead
 from ppstream.links.headers import EnvelopeStatus
 from ppstream.observe import nvtx_ranges
 from ppstream.pipeline.device.in_flight import Marks
@@ -44,6 +44,18 @@ class Rank0Device(NamedTuple):
     work_a: GpuWork
     work_c: GpuWork
     stamps: CountedLink | None = None  # ``link``, if its kernels leave the times; else events do
+
+    def nodes(self, stage_a: DeviceStageA) -> int | None:
+        """Returns kernels, copies and memsets of a stage A, with all that it simulates."""
+        return None if stage_a.nodes is None else stage_a.nodes + self.work_a.products
+
+    def run_ahead(self, stage_a: DeviceStageA) -> int:
+        """As ``device_link.run_ahead``; of nodes, those of the window alone are launches."""
+        front, nodes = stage_a.front, self.nodes(stage_a)
+        graphs = self.work_a.products + (0 if front is None else front.nodes or 0)
+        launches = 1 + (nodes or graphs) - graphs
+        stage_ns = stage_a.front_ns + self.work_a.mean_ns
+        return run_ahead(nodes, stage_ns, self.shape.d_in, launches=launches)
 
 
 class EventMarks(NamedTuple):

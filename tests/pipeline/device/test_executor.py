@@ -23,6 +23,7 @@ from ppstream.core.clock import NS_PER_MS, NS_PER_S, now_ns
 from ppstream.core.errors import PeerLostError, PolicyError
 from ppstream.ingest.synthetic import SyntheticSource
 from ppstream.links.device_link import most_queued, run_ahead
+from ppstream.links.slots import INDEX
 from ppstream.pipeline.bringup import time_isolated_stages
 from ppstream.pipeline.device import executor
 from ppstream.pipeline.device.in_flight import SIGHT_NS
@@ -180,7 +181,7 @@ def test_a_late_copy_of_a_header_still_finds_its_envelope(
     assert not pipeline.failure
 
 
-MANY = 400  # kernels: the stand-in driver's queue has places for two such stages
+MANY = 1500  # kernels: the stand-in driver's queue has places for three such stages
 
 
 @pytest.mark.parametrize(
@@ -245,9 +246,10 @@ def test_a_stage_b_of_many_kernels_is_queued_behind_one_at_most(build: Any) -> N
     ("nodes", "duration_ms", "d_in", "expected"),
     [
         (1, 0.03, 2, 6),  # short: as far as the slots go
-        (233, 0.7, 2, 1),
-        (233, 0.7, 3, 0),  # four would not fit
-        (600, 0.3, 1, 0),
+        (233, 0.7, 4, 4),  # eight fit
+        (500, 0.7, 3, 1),
+        (500, 0.7, 4, 0),  # five would not fit
+        (1200, 0.3, 1, 0),
         (20_000, 0.9, 1, 0),
         (3, 1.0, 2, 0),  # a host is quick enough beside it
         (None, 0.1, 2, 0),  # nobody knows
@@ -257,6 +259,57 @@ def test_run_ahead_is_bounded_by_nodes_and_none_for_long_stages(
     nodes: int | None, duration_ms: float, d_in: int, expected: int
 ) -> None:
     assert run_ahead(nodes, round(duration_ms * NS_PER_MS), d_in) == expected
+
+
+def test_launches_fill_the_driver_s_queue_as_nodes_do() -> None:
+    assert run_ahead(300, 0, 2, launches=300) == 0
+    assert run_ahead(300, 0, 2, launches=100) == 4
+    assert run_ahead(100, 0, 2, launches=100) == 6
+
+
+def test_a_stage_b_awaits_its_envelope_behind_one_that_runs(build: Any) -> None:
+    """Rank 0 rang for it: what brings it is queued."""
+    awaited = []
+    settings = ("pipeline.d_in=2", "pipeline.d_out=2")
+    with build(*settings, kernels=MANY, a_s=0.01, a_kernels=MANY) as pipeline:
+        rank = pipeline.policy_rank
+        queue = rank.queue
+
+        def watched() -> None:
+            index = rank.progress + 1
+            is_next = pipeline.queued.calls == index
+            if is_next and rank.link.into[index % len(rank.link.into)].header[INDEX] != index:
+                awaited.append(index)
+            queue()
+
+        rank.queue = watched
+        pipeline.policy.act = lambda call: time.sleep(0.01)
+        pipeline.saturate()
+        pipeline.rank0.run(20)
+        assert pipeline.driver.stood_behind_waits == 0
+    assert awaited
+
+
+def test_a_long_stage_a_awaits_its_credit_shortly_before_it_comes(
+    build: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(executor, "EARLY_NS", 5 * NS_PER_MS)
+    awaited = []
+    with build("pipeline.d_in=2", "pipeline.d_out=2", a_kernels=MANY) as pipeline:
+        begin, link = pipeline.executor.begin, pipeline.executor.link
+
+        def watched(flight: Any, ends_ns: Any) -> None:
+            giver = flight.index - 2
+            if giver >= 0 and link.into[giver % len(link.into)].header[INDEX] != giver:
+                awaited.append(giver)
+            begin(flight, ends_ns)
+
+        pipeline.executor.begin = watched
+        pipeline.policy.act = lambda call: time.sleep(0.01)
+        pipeline.saturate()
+        pipeline.rank0.run(20)
+        assert pipeline.driver.stood_behind_waits == 0
+    assert awaited
 
 
 def test_a_launch_that_stands_is_named(build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
