@@ -19,10 +19,11 @@ from ppstream.config.schema import CHANNELS
 from ppstream.config.to_toml import as_toml
 from ppstream.data.cutting import shown_frames
 from ppstream.data.disk_space import writing
-from ppstream.data.episode import Cut, RecordedEpisode, SampleColumn, episodes_of
+from ppstream.data.episode import Cut, RecordedEpisode, episodes_of
 from ppstream.data.inputs import DataInput, read_input
 from ppstream.data.job import fingerprint
 from ppstream.data.safetensors_file import copy_frames, create, open_mapped
+from ppstream.data.sample_column import SampleColumn
 from ppstream.recording.recording import RecordedFrames
 
 if TYPE_CHECKING:

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ppstream.config.schema import PipelineConfig, StreamConfig
-    from ppstream.data.episode import RecordedEpisode, SampleColumn
+    from ppstream.data.episode import RecordedEpisode
+    from ppstream.data.sample_column import SampleColumn
     from ppstream_kernels import StreamSource
 
 CHUNK_VALUES: Final = 1 << 20  # of a batch that an episode is cut in: its copies stay in the caches

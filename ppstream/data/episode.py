@@ -15,6 +15,7 @@ import numpy as np
 from ppstream.config.schema import BatchConfig
 from ppstream.core.clock import NS_PER_MS
 from ppstream.core.errors import ConfigError
+from ppstream.data.sample_column import SampleColumn, column_of
 from ppstream.recording.recording import RecordedFrames, Recording, Track
 from ppstream.recording.window_schedule import Grid, WindowSchedule, schedule_of
 
@@ -32,16 +33,6 @@ CUTS: Final[tuple[Cut, ...]] = ("replay", "grid", "whole")
 
 FLOAT32_MAX: Final = float(np.finfo(np.float32).max)
 STAMP_MAX: Final = 1 << 62
-
-
-class SampleColumn(NamedTuple):
-    """One stream's samples, and of each window the first and behind-last one that it needs."""
-
-    stamps_ns: NDArray[np.int64]  # [n], rising from begin to end of every window
-    values: NDArray[np.float32]  # [n, D]; of a camera [n, 0]
-    begin: NDArray[np.int64]  # [W]
-    end: NDArray[np.int64]  # [W]
-    numbers: NDArray[np.int64]  # [n] of a camera: number of the frame in its track; else empty
 
 
 class RecordedEpisode(NamedTuple):
@@ -179,16 +170,6 @@ def _seen_of_all(
         np.maximum(begin, end - config.ring_samples(stream), out=begin)
         seen[stream.name] = column_of(track, begin, end)
     return seen
-
-
-def column_of(track: Track, begin: NDArray[np.int64], end: NDArray[np.int64]) -> SampleColumn:
-    """A column of all samples of a track."""
-    if isinstance(track.values, RecordedFrames):
-        count = len(track.stamps_ns)
-        empty = np.zeros((count, 0), np.float32)
-        return SampleColumn(track.stamps_ns, empty, begin, end, np.arange(count))
-    values = np.ascontiguousarray(track.values, np.float32)
-    return SampleColumn(track.stamps_ns, values, begin, end, np.zeros(0, np.int64))
 
 
 def _needed(

@@ -27,14 +27,16 @@ from ppstream.config.to_toml import as_toml
 from ppstream.core.errors import ConfigError, PeerLostError
 from ppstream.data.disk_space import writing
 from ppstream.data.inputs import DataInput
+from ppstream.data.lerobot_output import LeRobotOutput
 from ppstream.data.outputs import (
     DataPart,
     DataSettings,
+    OutputFormat,
     PreparedInput,
     check_cameras,
-    output_of,
     prepare,
 )
+from ppstream.data.safetensors_output import SafetensorsOutput
 from ppstream.report.formatting import size_text
 
 STATE: Final = ".resample"  # in the output's folder
@@ -82,7 +84,7 @@ class ResampleJob:
 
     def __init__(self, out: Path, inputs: Sequence[DataInput], settings: DataSettings) -> None:
         self.out, self.inputs, self._settings = out, inputs, settings
-        self._output = output_of(settings)
+        self._output = _output_of(settings)
         self._state = out / STATE
         described = {
             "format": settings.format,
@@ -253,7 +255,7 @@ def make_part(state: Path, number: int, one: DataInput, settings: DataSettings) 
 def _written(
     state: Path, number: int, one: DataInput, prepared: PreparedInput, settings: DataSettings
 ) -> InputRecord:
-    output = output_of(settings)
+    output = _output_of(settings)
     file = _part_file(state, number, output.suffix)
     scratch = file.with_suffix(f".{os.getpid()}.tmp")
     try:
@@ -269,6 +271,13 @@ def _written(
         summary=summary,
         frames_left={topic: frames for topic, frames in left.items() if frames},
     )
+
+
+def _output_of(settings: DataSettings) -> OutputFormat:
+    """Raises ConfigError: the format needs a package that is missing."""
+    if settings.format == "lerobot-v3":
+        return LeRobotOutput(settings)
+    return SafetensorsOutput(settings)
 
 
 def _text_of(error: Exception, one: DataInput) -> str:

@@ -1,4 +1,4 @@
-"""Formats that a data set is written in, and what each of them gets: the seam of ``job.py``."""
+"""OutputFormat: the contract of a data set's formats, and their input; ``job.py`` chooses one."""
 
 from __future__ import annotations
 
@@ -135,17 +135,6 @@ def check_cameras(inputs: Sequence[DataInput], settings: DataSettings) -> None:
         )  # fmt: skip
     if others and settings.format == "lerobot-v3":
         need_jpeg("frames of a LeRobot data set")
-
-
-def output_of(settings: DataSettings) -> OutputFormat:
-    """Raises ConfigError: the format needs a package that is missing."""
-    if settings.format == "lerobot-v3":
-        from ppstream.data.lerobot_output import LeRobotOutput
-
-        return LeRobotOutput(settings)
-    from ppstream.data.safetensors_output import SafetensorsOutput
-
-    return SafetensorsOutput(settings)
 
 
 def squeezed(array: NDArray[Any]) -> NDArray[Any]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ppstream.core.clock import NS_PER_MS
-from ppstream.data.episode import SampleColumn
+from ppstream.data.sample_column import SampleColumn
 from ppstream.ingest.intake import build_intake
 from ppstream.ingest.sources import RecordedSource
 from ppstream.recording.recording import RecordedFrames, Recording

@@ -10,7 +10,7 @@
 #include <errno.h>
 #include <sys/socket.h>
 
-#define API 7 /* loader.py has the same number; both change with this module's interface */
+#define API 7 /* __init__.py has the same number; both change with this module's interface */
 #define NEVER_NS (-((int64_t)1 << 62))
 #define READABLE (PyBUF_C_CONTIGUOUS | PyBUF_FORMAT)
 

@@ -24,7 +24,6 @@ import torch
 
 from ppstream.analysis.records import GpuMemory
 from ppstream.cuda.startup import started
-from ppstream.observe import memory as gpu_memory
 
 if TYPE_CHECKING:
     from ppstream.observe.log_writer import TimestampLog
@@ -110,16 +109,16 @@ class MemoryLines:
     def _run(self) -> None:
         is_over = False
         while not is_over:
-            gpu_memory.note_room()
+            note_room()
             write_line(self._log)
-            self._log.on_next_acquire = gpu_memory.note_allocator
+            self._log.on_next_acquire = note_allocator
             is_over = self._ended.wait(self._interval_s)
         write_line(self._log)
 
 
 def write_line(log: TimestampLog) -> None:
     """Writes what this process holds; ``device`` and what follows it only where CUDA is in use."""
-    found = gpu_memory.newest()
+    found = newest()
     if found is None:
         log.line("memory", resident_bytes=resident_bytes())
     else:

@@ -22,7 +22,7 @@ from ppstream.robot.told_wait import Say, Told, wait_for
 from ppstream.wire.endpoints import unix_path
 from ppstream.wire.fields import DECODE_ERRORS, encoder
 from ppstream.wire.keys import ClientKeys
-from ppstream.wire.message_socket import MAX_DRAIN, MessageSocket, connect_client
+from ppstream.wire.message_socket import MAX_DRAIN, MessageSocket
 from ppstream.wire.robot_messages import (
     PARTS_BYTES,
     ActionChunk,
@@ -35,6 +35,7 @@ from ppstream.wire.robot_messages import (
     in_parts,
     to_robot,
 )
+from ppstream.wire.transports import connect_client
 
 if TYPE_CHECKING:
     from ppstream.robot.fleet_directory import FleetDirectory, FleetPlace

@@ -15,7 +15,7 @@ from ppstream.robot.outbox import Stream
 from ppstream.wire.contract import differences
 from ppstream.wire.fields import DECODE_ERRORS, WIRE_MAJOR, WIRE_MINOR, encoder
 from ppstream.wire.keys import ClientKeys
-from ppstream.wire.message_socket import MessageSocket, connect_client
+from ppstream.wire.message_socket import MessageSocket
 from ppstream.wire.robot_messages import (
     Describe,
     Described,
@@ -25,6 +25,7 @@ from ppstream.wire.robot_messages import (
     StreamDeclaration,
     to_robot,
 )
+from ppstream.wire.transports import connect_client
 
 RETRY_NS: Final = (50 * NS_PER_MS, NS_PER_S)  # between two questions: at first, and at most
 NOBODY: Final = 0  # no session has this number: whoever pings with it is told that it is lost

@@ -40,7 +40,7 @@ from ppstream.sessions.table import (
 from ppstream.sessions.waiting import WaitingList
 from ppstream.wire.fields import DECODE_ERRORS, MAX_DETAILS, encoder
 from ppstream.wire.keys import server_keys
-from ppstream.wire.message_socket import Frame, bind_server
+from ppstream.wire.message_socket import Frame
 from ppstream.wire.robot_messages import (
     NO_BYTES,
     SERVING,
@@ -55,6 +55,7 @@ from ppstream.wire.robot_messages import (
     ToRobot,
     from_robot,
 )
+from ppstream.wire.transports import bind_server
 
 if TYPE_CHECKING:
     from ppstream.config.schema import PipelineConfig

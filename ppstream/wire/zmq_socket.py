@@ -165,7 +165,7 @@ class SharedSocket:
 
 
 def bind_zmq(endpoint: str, keys: ServerKeys | None, frame_bytes_max: int) -> SharedSocket:
-    """A ROUTER, as ``bind_server``."""
+    """A ROUTER, as ``transports.bind_server`` promises."""
     return SharedSocket(
         zmq.ROUTER,
         endpoint,
@@ -183,7 +183,7 @@ def bind_zmq(endpoint: str, keys: ServerKeys | None, frame_bytes_max: int) -> Sh
 
 
 def connect_zmq(endpoint: str, keys: ClientKeys | None) -> SharedSocket:
-    """A DEALER, as ``connect_client``."""
+    """A DEALER, as ``transports.connect_client`` promises."""
     curve: dict[int, int | bytes] = {}
     if keys is not None:
         curve = {

@@ -8,7 +8,8 @@ from __future__ import annotations
 import ast
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Final
 
@@ -214,6 +215,37 @@ def reached(node: ast.AST) -> Iterator[tuple[int, str]]:
                 yield node.lineno, given.value
 
 
+def import_circle(parsed: Mapping[str, ast.Module]) -> list[str]:
+    """Modules of one circle, each of which imports the next; none: there is no circle.
+
+    Imports inside functions and for type checkers count, too. A name that is no module of its own
+    belongs to the longest part of it that is one: a package may import its compiled module.
+    """
+    modules = {module_of(file): tree for file, tree in parsed.items()}
+    imports: dict[str, set[str]] = {}
+    for file, (module, tree) in zip(parsed, modules.items(), strict=True):
+        found = {home for _, name in imported(tree) if (home := longest_of(name, modules))}
+        imports[module] = found - {module} if Path(file).name == "__init__.py" else found
+    try:
+        TopologicalSorter(imports).prepare()
+    except CycleError as error:
+        circle: list[str] = error.args[1]
+        return circle[::-1]  # it has each behind what it imports
+    return []
+
+
+def module_of(file: str) -> str:
+    path = Path(file).with_suffix("")
+    parts = path.parts if path.parts[0] == "ppstream" else path.parts[1:]  # of a room's folder
+    return ".".join(parts[:-1] if path.name == "__init__" else parts)
+
+
+def longest_of(name: str, modules: Mapping[str, ast.Module]) -> str:
+    while name and name not in modules:
+        name = name.rpartition(".")[0]
+    return name
+
+
 RULES: Final[tuple[Rule, ...]] = (
     nothing_unpickles,
     one_file_reads_the_clock,
@@ -303,6 +335,51 @@ def test_rule_catches_what_it_is_for(rule: Rule, source: str) -> None:
 )
 def test_rule_lets_the_rest_pass(rule: Rule, source: str) -> None:
     assert list(rule("ppstream/somewhere.py", ast.parse(source))) == []
+
+
+def test_no_module_imports_itself_through_others(parsed: dict[str, ast.Module]) -> None:
+    assert " imports ".join(import_circle(parsed)) == ""
+
+
+PACKAGE: Final = "ppstream/room/__init__.py"
+ONE, OTHER, THIRD = (f"ppstream/room/{name}.py" for name in ("one", "other", "third"))
+STAGE: Final = "stages/ppstream_stages/stage.py"
+
+
+@pytest.mark.parametrize(
+    "sources",
+    [
+        {ONE: "import ppstream.room.other", OTHER: "from ppstream.room import one"},
+        {ONE: "def f():\n    from ppstream.room.other import g", OTHER: "import ppstream.room.one"},
+        {
+            ONE: "from ppstream.room.other import f",
+            OTHER: "if TYPE_CHECKING:\n    from ppstream.room.one import A",
+        },
+        {
+            ONE: "import ppstream.room.other",
+            OTHER: "import ppstream.room.third",
+            THIRD: "import ppstream.room.one",
+        },
+        {PACKAGE: "from ppstream.room.one import f", ONE: "from ppstream.room import compiled"},
+        {ONE: "import ppstream_stages.stage", STAGE: "import ppstream.room.one"},
+        {ONE: "from ppstream.room import one"},
+    ],
+    ids=["top", "lazy", "types alone", "of three", "its own package", "of two trees", "of one"],
+)
+def test_a_circle_of_imports_is_found(sources: dict[str, str]) -> None:
+    circle = import_circle({file: ast.parse(source) for file, source in sources.items()})
+    assert circle[0] == circle[-1]
+    assert {*circle} == {module_of(file) for file in sources}
+
+
+def test_imports_without_a_circle_pass() -> None:
+    sources = {
+        PACKAGE: "import sys\nfrom ppstream.room import compiled",
+        ONE: "from ppstream.room import other, third",
+        OTHER: "from ppstream.room import third",
+        THIRD: "import ppstream.room",
+    }
+    assert import_circle({file: ast.parse(source) for file, source in sources.items()}) == []
 
 
 def test_every_file_is_one_concept_with_a_name() -> None:

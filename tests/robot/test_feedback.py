@@ -22,7 +22,7 @@ from ppstream.robot.timeline import ActionTimeline
 from ppstream.sessions.contract import welcome
 from ppstream.wire import robot_messages as m
 from ppstream.wire.fields import MAX_FAULT, WIRE_MINOR, encoder
-from ppstream.wire.message_socket import bind_server
+from ppstream.wire.transports import bind_server
 
 SESSION = 7
 

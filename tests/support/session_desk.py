@@ -14,7 +14,8 @@ from ppstream.core.clock import NS_PER_S, Clock, now_ns
 from ppstream.sessions.server import Sessions
 from ppstream.wire import robot_messages as m
 from ppstream.wire.fields import WIRE_MAJOR, WIRE_MINOR, encoder
-from ppstream.wire.message_socket import MessageSocket, connect_client
+from ppstream.wire.message_socket import MessageSocket
+from ppstream.wire.transports import connect_client
 
 STREAMS = (m.StreamDeclaration("joints", 3, "float32"), m.StreamDeclaration("imu", 2, "float64"))
 

@@ -14,14 +14,8 @@ from robot_rig import ANY_PORT, wait_until
 
 from ppstream.core.errors import ConfigError
 from ppstream.core.waiter import Waiter
-from ppstream.wire.message_socket import (
-    MAX_DRAIN_BYTES,
-    MAX_FRAME_BYTES,
-    Frame,
-    MessageSocket,
-    bind_server,
-    connect_client,
-)
+from ppstream.wire.message_socket import MAX_DRAIN_BYTES, MAX_FRAME_BYTES, Frame, MessageSocket
+from ppstream.wire.transports import bind_server, connect_client
 from ppstream.wire.unix_socket import PACKET_BYTES_MAX
 
 
@@ -92,7 +86,7 @@ def test_what_came_while_the_owner_sends_is_announced(endpoint: str) -> None:
 FLOODED_SERVER = """
 import time
 from ppstream.wire import zmq_socket
-from ppstream.wire.message_socket import bind_server, connect_client
+from ppstream.wire.transports import bind_server, connect_client
 server = bind_server("tcp://127.0.0.1:*")
 client = connect_client(server.endpoint)
 frames, count, until = [], 0, time.monotonic() + 20
@@ -232,7 +226,7 @@ def test_what_was_sent_before_a_goodbye_arrives_though_its_sender_read_nothing(
 
 KILLED = """
 import os, signal, sys
-from ppstream.wire.message_socket import connect_client
+from ppstream.wire.transports import connect_client
 client = connect_client(sys.argv[1])
 while not client.send(b"doomed"):
     pass
@@ -343,17 +337,6 @@ def test_an_endpoint_in_use_is_a_configuration_error(endpoint: str) -> None:
     with pytest.raises(ConfigError, match="in use"):
         bind_server(server.endpoint)
     server.close()
-
-
-def test_what_cannot_be_an_endpoint_is_refused_with_what_can(tmp_path: Path) -> None:
-    for nonsense, want in (
-        ("nonsense", "want 'unix://PATH' or 'tcp://ADDRESS:PORT'"),
-        (f"ipc://{tmp_path}/robot", f"want 'unix://{tmp_path}/robot' on both sides"),
-    ):
-        with pytest.raises(ConfigError, match=f"cannot connect to '{nonsense}': .*{want}"):
-            connect_client(nonsense)
-        with pytest.raises(ConfigError, match=f"cannot listen on '{nonsense}': .*{want}"):
-            bind_server(nonsense)
 
 
 def test_no_connection_gets_the_name_of_another(endpoint: str) -> None:

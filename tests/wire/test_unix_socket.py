@@ -28,17 +28,10 @@ from ppstream import native
 from ppstream.config.schema import ImageConfig, PipelineConfig, StreamConfig
 from ppstream.core.errors import ConfigError
 from ppstream.wire import unix_socket
-from ppstream.wire.endpoints import UNIX_PATH_MAX_BYTES
 from ppstream.wire.fields import encoder
-from ppstream.wire.keys import ClientKeys, ServerKeys
-from ppstream.wire.message_socket import (
-    MAX_FRAME_BYTES,
-    Frame,
-    MessageSocket,
-    bind_server,
-    connect_client,
-)
+from ppstream.wire.message_socket import MAX_FRAME_BYTES, Frame, MessageSocket
 from ppstream.wire.robot_messages import PARTS_BYTES, Samples, in_parts
+from ppstream.wire.transports import bind_server, connect_client
 from ppstream.wire.unix_socket import CARRIER_BYTES, LENGTH, SEALS, seqpacket
 
 HEIGHT, WIDTH = 720, 1280
@@ -160,30 +153,6 @@ def test_a_user_who_is_not_allowed_is_turned_away_and_counted(tmp_path: Path) ->
     assert server.drain() == []
     client.close()
     server.close()
-
-
-@pytest.mark.parametrize(
-    ("path", "problem"),
-    [
-        ("/" + "x" * UNIX_PATH_MAX_BYTES, "got 108 bytes of path, want at most 107: use a shorter"),
-        ("relative/robot", "want that of a file, from the root"),
-        ("/tmp/", "want that of a file, from the root"),
-        ("", "want that of a file, from the root"),
-    ],
-)
-def test_a_path_that_cannot_be_one_is_refused_on_both_sides(path: str, problem: str) -> None:
-    with pytest.raises(ConfigError, match=problem):
-        bind_server(f"unix://{path}")
-    with pytest.raises(ConfigError, match=problem):
-        connect_client(f"unix://{path}")
-
-
-def test_keys_are_of_tcp_alone(tmp_path: Path) -> None:
-    endpoint = f"unix://{tmp_path}/robot"
-    with pytest.raises(ConfigError, match="keys are of tcp:// endpoints alone"):
-        bind_server(endpoint, ServerKeys(b"", {}))
-    with pytest.raises(ConfigError, match="keys are of tcp:// endpoints alone"):
-        connect_client(endpoint, ClientKeys(b"", b""))
 
 
 @pytest.mark.parametrize(

@@ -21,14 +21,10 @@ from robot_rig import ANY_PORT, make_client, make_config, service_problems, serv
 from zmq.auth.thread import ThreadAuthenticator
 
 from ppstream.config.rules import problems
-from ppstream.core.errors import ConfigError, PeerLostError
+from ppstream.core.errors import PeerLostError
 from ppstream.wire.keys import ClientKeys, ServerKeys, allow, client_keys, make_pair
-from ppstream.wire.message_socket import (
-    MAX_FRAME_BYTES,
-    MessageSocket,
-    bind_server,
-    connect_client,
-)
+from ppstream.wire.message_socket import MAX_FRAME_BYTES, MessageSocket
+from ppstream.wire.transports import bind_server, connect_client
 from ppstream.wire.zmq_auth import EVENTS_PER_LOOK
 
 ANYWHERE = "tcp://0.0.0.0:*"
@@ -70,17 +66,6 @@ def serves(server: MessageSocket, keys: ClientKeys | None = GOOD) -> bool:
     finally:
         client.close()
     return True
-
-
-@pytest.mark.parametrize("endpoint", [ANYWHERE, "tcp://*:5870", "tcp://[::]:*", "tcp://eth0:1"])
-def test_nothing_that_other_hosts_reach_is_bound_without_keys(endpoint: str) -> None:
-    with pytest.raises(ConfigError, match="ppstream keys"):
-        bind_server(endpoint)
-
-
-def test_a_robot_does_not_try_another_host_without_keys() -> None:
-    with pytest.raises(ConfigError, match="there are no keys"):
-        connect_client("tcp://192.0.2.1:5870")
 
 
 def test_an_allowed_robot_is_served_encrypted() -> None:

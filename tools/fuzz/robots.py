@@ -31,7 +31,8 @@ from ppstream.ingest.intake import build_intake
 from ppstream.sessions.server import Sessions
 from ppstream.wire import robot_messages as m
 from ppstream.wire.fields import WIRE_MAJOR, WIRE_MINOR, encoder
-from ppstream.wire.message_socket import MessageSocket, connect_client
+from ppstream.wire.message_socket import MessageSocket
+from ppstream.wire.transports import connect_client
 
 BATCH: Final = 400  # frames sent before they are looked at
 HANG_S: Final = 20.0

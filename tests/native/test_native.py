@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 from ppstream import native
-from ppstream.native import loader
 
 ASK = """
 import json, sys
@@ -26,7 +25,7 @@ sys.modules["ppstream.native.core"] = core
 
 
 def ask(before: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
-    clean = {name: value for name, value in os.environ.items() if name != loader.SWITCH}
+    clean = {name: value for name, value in os.environ.items() if name != native.SWITCH}
     return subprocess.run(
         [sys.executable, "-c", before + ASK],
         env=clean | environment,
@@ -45,14 +44,14 @@ def test_it_can_be_turned_off() -> None:
     assert json.loads(ask(PPSTREAM_NATIVE="0").stdout) == [
         False,
         "PPSTREAM_NATIVE is 0",
-        "ppstream.native.loader",
+        "ppstream.native",
     ]
 
 
 def test_a_core_of_another_version_is_refused_and_python_does_it() -> None:
     assert native.is_used
     used, why, _ = json.loads(ask(STALE).stdout)
-    assert (used, why) == (False, f"core.abi3.so has API -1, want {loader.API}: install again")
+    assert (used, why) == (False, f"core.abi3.so has API -1, want {native.API}: install again")
 
 
 def test_whoever_demands_the_core_gets_an_error_where_there_is_none() -> None:
@@ -61,6 +60,6 @@ def test_whoever_demands_the_core_gets_an_error_where_there_is_none() -> None:
     assert "PPSTREAM_NATIVE is 1, but there is no compiled core: core.abi3.so" in done.stderr
 
 
-def test_the_source_and_the_loader_have_one_number() -> None:
-    source = Path(loader.__file__).with_name("core.c").read_text()
-    assert f"#define API {loader.API} " in source
+def test_the_source_and_the_package_have_one_number() -> None:
+    source = Path(native.__file__).with_name("core.c").read_text()
+    assert f"#define API {native.API} " in source
