@@ -102,6 +102,16 @@ def test_the_tier_of_two_gpus_says_that_it_needs_them(monkeypatch, capsys):
     assert capsys.readouterr().out == "skipped: needs two GPUs\n"
 
 
+def test_the_faults_of_a_chain_of_gpus_are_left_out_by_name_on_two(monkeypatch, capsys):
+    monkeypatch.setattr(drill_gpu.torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(
+        sys, "argv", ["drill/fault_drill.py", "--gpu", "--only", "gpus-kill-rank-2"]
+    )
+    assert fault_drill.main() == 0
+    said = capsys.readouterr().out
+    assert said.startswith("left out, they need three GPUs: gpus-kill-rank-2\n0 of 0 faults")
+
+
 def test_faults_have_names_of_their_own_and_gpu_faults_run_on_two_gpus():
     names = Counter(fault.name for tier in (CPU, GPU) for fault in tier.faults)
     assert [name for name, count in names.items() if count > 1] == []

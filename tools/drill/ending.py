@@ -267,18 +267,35 @@ def _chain_endings(rank: int) -> tuple[Ending, ...]:
     """``rank`` of the chain ends in each of three ways, and all others because of it."""
     own = f".relay_{rank}" if rank < CHAIN[-1] else ""
     who = f"rank {rank} of a chain of four"
-    return _three_endings("chain", rank, CHAIN, own, who, CHAIN_SETTINGS)
+    return three_endings("chain", rank, CHAIN, own, who, CHAIN_SETTINGS)
 
 
 def _mesh_endings(rank: int) -> tuple[Ending, ...]:
     """The same of a rank of the mesh."""
     who = "the leader of a mesh of two" if rank == 1 else "the other member of a mesh of two"
-    return _three_endings("mesh", rank, MESH, f".rank_{rank}", who, MESH_SETTINGS)
+    return three_endings("mesh", rank, MESH, f".rank_{rank}", who, MESH_SETTINGS)
 
 
-def _three_endings(
-    form: str, rank: int, ranks: range, own: str, who: str, settings: tuple[str, ...]
+def three_endings(
+    form: str,
+    rank: int,
+    ranks: range,
+    own: str,
+    who: str,
+    settings: tuple[str, ...],
+    more_s: float = 0.0,
 ) -> tuple[Ending, ...]:
+    """``rank`` of ``ranks`` is killed, frozen and starved, and all others end because of it.
+
+    Args:
+        form: begins the names.
+        rank: whose end it is.
+        ranks: of the run.
+        own: ends the name of the file that its orders stand in.
+        who: that rank, in words.
+        settings: of the run.
+        more_s: what it takes longer than on CPUs to be gone.
+    """
     stopped = partial(Scene.signal, rank=rank, number=signal.SIGSTOP)
     killed = partial(Scene.signal, rank=rank, number=signal.SIGKILL)
     says = f"exit 21 WATCHDOG {'stage B' if rank else ''}"
@@ -294,7 +311,7 @@ def _three_endings(
             does.format(who),
             inject,
             tuple(code if other == rank else 20 for other in ranks),
-            gone_s,
+            gone_s + more_s,
             found,
             settings=settings,
         )

@@ -30,7 +30,14 @@ from drill.contention import CONTENTION
 from drill.ending import CHAIN_ENDINGS, ENDINGS, MESH_ENDINGS
 from drill.faults import SAFE_S, Ending, Recovering
 from drill.floods import FLOODS
-from drill.gpu import GPU_ENDINGS, GPU_RECOVERING, GPU_SETTINGS, missing
+from drill.gpu import (
+    GPU_CHAIN_ENDINGS,
+    GPU_ENDINGS,
+    GPU_RECOVERING,
+    GPU_SETTINGS,
+    beyond_these_gpus,
+    missing,
+)
 from drill.judging import (
     NOT_STARTED,
     ORPHAN_S,
@@ -82,7 +89,7 @@ CPU: Final = Tier(
     (*ENDINGS, *CHAIN_ENDINGS, *REPLICA_ENDINGS, *MESH_ENDINGS),
     (*LAUNCHES, *CONTENTION, *HOSTS),
 )
-GPU: Final = Tier(GPU_RECOVERING, GPU_ENDINGS, settings=GPU_SETTINGS)
+GPU: Final = Tier(GPU_RECOVERING, (*GPU_ENDINGS, *GPU_CHAIN_ENDINGS), settings=GPU_SETTINGS)
 
 
 def main() -> int:
@@ -99,6 +106,9 @@ def main() -> int:
     names = QUICK if args.quick else args.only or [fault.name for fault in tier.faults]
     if unknown := set(names) - {fault.name for fault in tier.faults}:
         raise SystemExit(f"no such fault: {', '.join(sorted(unknown))}; see --list")
+    if args.gpu and (beyond := set(names) & set(beyond_these_gpus())):
+        names = [name for name in names if name not in beyond]
+        print(f"left out, they need three GPUs: {', '.join(sorted(beyond))}")
     with ending_cleanly(), tempfile.TemporaryDirectory(prefix="ppstream-drill-") as name:
         outcomes = drill(names, Path(name), print_outcome, args.overrides, tier)
     missed = [outcome for outcome in outcomes if outcome.missed]

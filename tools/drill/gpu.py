@@ -12,6 +12,7 @@ import time
 from typing import Final
 
 import torch
+from drill.ending import three_endings
 from drill.faults import Ending, Recovering, event, held, moved, order
 from drill.scene import Scene
 
@@ -23,6 +24,17 @@ KILLED_S: Final = 3.0  # with the teardown of a GPU's context
 FROZEN_S: Final = 5.0
 LINKS: Final = ("peer", "pinned", "nccl")
 WITHOUT_GRAPHS: Final = ("policy.graph=false",)
+#: Three ranks, a part and a GPU each.
+GPU_CHAIN: Final = range(3)
+GPU_CHAIN_SETTINGS: Final = (
+    "policy.target=drill.policy:build_chain",
+    "policy.options.relays=2",
+    'placement.policy=["cuda:1", "cuda:2"]',
+    "placement.parts=[0, 1, 2]",
+    "simulate.a_ms=0",
+    "bringup.accept=['NOTHING_TO_HIDE', 'LOW_OVERLAP', 'CONTENDED']",
+    *WITHOUT_GRAPHS,
+)
 
 #: CUDA_DEVICE_MAX_CONNECTIONS=32 is not among them: the ranks ask for it themselves.
 GPU_SETTINGS: Final = (
@@ -37,6 +49,12 @@ GPU_SETTINGS: Final = (
 def missing() -> str:
     """Returns the reason why this tier cannot run here; empty: it can."""
     return "" if torch.cuda.device_count() >= GPUS else "needs two GPUs"
+
+
+def beyond_these_gpus() -> tuple[str, ...]:
+    """Returns the names of the faults that need more GPUs than there are."""
+    is_here = torch.cuda.device_count() >= len(GPU_CHAIN)
+    return () if is_here else tuple(ending.name for ending in GPU_CHAIN_ENDINGS)
 
 
 def silence_robot(scene: Scene) -> None:
@@ -214,3 +232,14 @@ GPU_ENDINGS: Final = (
         settings=WITHOUT_GRAPHS,
     ),
 )
+
+
+def _chain_endings(rank: int) -> tuple[Ending, ...]:
+    """``rank`` of the chain ends in each of three ways, and all others because of it."""
+    own = f".relay_{rank}" if rank < GPU_CHAIN[-1] else ""
+    who = f"rank {rank} of a chain of three GPUs"
+    more_s = KILLED_S - 2.5
+    return three_endings("gpus", rank, GPU_CHAIN, own, who, GPU_CHAIN_SETTINGS, more_s)
+
+
+GPU_CHAIN_ENDINGS: Final = tuple(end for rank in GPU_CHAIN for end in _chain_endings(rank))

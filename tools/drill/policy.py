@@ -233,11 +233,11 @@ class Relay:
 
     stateless = True
 
-    def __init__(self, options: Mapping[str, Any], number: int) -> None:
+    def __init__(self, options: Mapping[str, Any], number: int, device: torch.device) -> None:
         self.name = f"relay_{number}"
         self.inputs = (TensorSpec(f"relayed_{number - 1}", (1,)),) if number else ()
         self.outputs = (TensorSpec(f"relayed_{number}", (1,)),)
-        self._spend = _stage_b(options["b_ms"], torch.device("cpu"))
+        self._spend = _stage_b(options["b_ms"], device)
         self._orders = Path(f"{options.get('orders', '/nowhere')}.{self.name}")
 
     def reset(self, rows: Tensor) -> None:
@@ -255,7 +255,7 @@ class Relay:
 
 def build_chain(config: Mapping[str, Any], device: torch.device) -> list[Any]:
     """A DrillPolicy behind ``relays`` parts, which it reads the last one of."""
-    relays = [Relay(config, number) for number in range(config["relays"])]
+    relays = [Relay(config, number, device) for number in range(config["relays"])]
     last = DrillPolicy(config, device)
     last.name = "act"
     last.inputs = (*last.inputs, *relays[-1].outputs)
