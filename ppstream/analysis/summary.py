@@ -61,10 +61,10 @@ REASONS: Final[Mapping[str, tuple[str, str, str]]] = {
     ),
     "EXPIRED": (
         UNKNOWN,
-        "most chunks were older than their lease when they were ready",
+        "too many chunks were older than their lease when they were ready",
         "shorten the slowest stage, or lengthen actions.lease_ms",
     ),
-    "DROPPED": (UNKNOWN, "most envelopes were dropped", "see in the report for which reason"),
+    "DROPPED": (UNKNOWN, "too many envelopes were dropped", "see in the report for which reason"),
     "BAD_INSTRUMENT": (
         UNKNOWN,
         "the log contradicts itself",
