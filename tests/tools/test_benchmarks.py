@@ -12,8 +12,12 @@ from typing import Final
 import claims_audit
 import numpy as np
 import pytest
+from bench import policy_cut
 from claimed_numbers import ratio, write_audited
 from forked_process import run_forked
+
+from ppstream.config import load
+from ppstream.launch.placement import place
 
 TOOLS: Final = Path(__file__).resolve().parents[2] / "tools"
 LIMIT_S: Final = 100
@@ -44,6 +48,25 @@ def test_a_benchmark_s_claims_follow_from_its_numbers(name: str, tmp_path: Path)
     done = run_forked(command, LIMIT_S)
     assert done.returncode == 0, done.stdout + done.stderr
     assert claims_audit.main([str(file), "--quiet"]) == 0
+
+
+@pytest.mark.parametrize("size", policy_cut.MESH_SIZES)
+@pytest.mark.parametrize("name", policy_cut.MESHED)
+def test_a_policy_whole_and_its_meshes_differ_in_the_ranks_of_the_mesh_alone(
+    name: str, size: int
+) -> None:
+    settings = (*policy_cut.MESHED[name], *policy_cut.on_gpus(size), f"placement.mesh={size}")
+    config = load.read(name, settings)
+    assert (config.placement.ranks, config.placement.leaders) == (1 + size, 1)
+    assert len(set(config.placement.policy)) == size
+    placed = place(config, 1 + size, 1 + size)
+    assert (placed.link, placed.ranks[0].device) == ("host", "cpu")
+
+
+def test_a_mesh_is_measured_on_two_gpus_at_least() -> None:
+    done = run_forked([str(TOOLS / "bench/policy_cut.py"), "--mesh", "--gpus", "1"], LIMIT_S)
+    assert done.returncode == 1
+    assert done.stdout in ("needs two GPUs, got 0\n", "needs two GPUs, got 1\n"), done.stderr
 
 
 def test_cubics_predict_a_smooth_recording_better_than_lines(tmp_path: Path) -> None:
