@@ -3,10 +3,11 @@
 Every cell (stage times, threads, D_in = D_out = D) is a run of two real ranks with simulated
 stages, of one more for each further B of a chain ``A:B1:B2:C``; its bring-up is the measurement, so
 cells that the gate refuses are measured, too. With ``--replicas`` the policy rank is so many
-replicas, and each period stands beside the shortest possible one. With ``--devices`` ranks are on
-these GPUs, A and C work there, and ``--kind gpu`` has stage B do so, too; ranks that share a GPU
-need one that sleeps. All cells run forwards, then
-backwards. The model is given the stage times that the same run measured.
+replicas, and each period stands beside the shortest possible one: of the times that were asked
+for, with ``--kind gpu`` of those that the run measured, one stage at a time. With ``--devices``
+ranks are on these GPUs, A and C work there, and ``--kind gpu`` has stage B do so, too; ranks that
+share a GPU need one that sleeps. All cells run forwards, then backwards. The model is given the
+stage times that the same run measured.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     advice, targets = recommend(rows), gap_targets(rows)
     print_rows(rows)
     if options.replicas:
-        advice, targets = [], replica_targets(rows)
+        advice, targets = [], replica_targets(rows, options.kind)
     else:
         print_advice(advice)
     print_targets(targets)
@@ -145,11 +146,13 @@ def run_cell(cell: SweepCell, kind: str, envelopes: int, devices: Sequence[str] 
 
 
 def read_pass(report: RunReport) -> Pass:
-    score, model = report.primary, report.model
-    if score is None or model is None:
+    score, model, alone = report.primary, report.model, report.alone
+    if score is None or model is None or alone is None:
         raise SystemExit(f"run {report.run_id} cannot be scored: {'; '.join(report.statements)}")
-    emitted = report.window.emitted
+    emitted, times = report.window.emitted, alone.times
+    b_ms, *behind_ms = (place_ns * MS for place_ns in times.places)
     return Pass(
+        alone=Stages(times.a * MS, b_ms, times.c * MS, tuple(behind_ms)),
         period_ms=score.period_ns * MS,
         model_ms=model.period_ns * MS,
         formula=model.formula,
@@ -287,7 +290,8 @@ def claims_of(rows: Sequence[SweepRow]) -> list[Claim]:
 
 
 def _row_dict(row: SweepRow) -> dict[str, Any]:
-    return asdict(row) | {"cell": _cell_dict(row.cell), "gap": row.gap}
+    alone = row.alone._asdict()
+    return asdict(row) | {"cell": _cell_dict(row.cell), "alone": alone, "gap": row.gap}
 
 
 def _advice_dict(item: Advice) -> dict[str, Any]:

@@ -6,14 +6,21 @@ Each prints its claims and whether they follow from its numbers; whoever runs on
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Final
 
 import claims_audit
 import numpy as np
 import pytest
+import real_runs
+from bench import policy_cut
 from claimed_numbers import ratio, write_audited
-from forked_process import run_forked
+from forked_process import forked_popen, run_forked
+
+from ppstream.config import load
+from ppstream.launch.placement import place
 
 TOOLS: Final = Path(__file__).resolve().parents[2] / "tools"
 LIMIT_S: Final = 100
@@ -25,6 +32,18 @@ TINY: Final = {
     "record_cost.py": ("--seconds", "0.1"),
     "resample.py": ("--calls", "30"),
 }
+#: The policy of two_gpus, small, in place of GPUs.
+SMALL_ON_CPUS: Final = (
+    "placement.rank0=cpu",
+    "placement.policy=cpu",
+    'simulate={a_ms=0, c_ms=0, kind="sleep"}',
+    "policy.options={steps=64, dim=270, streams=2, horizon=16, action_dim=7, width=128, "
+    'encoder_blocks=1, decoder_blocks=1, dtype="float32"}',
+    "bringup.envelopes=200",
+    "bringup.warmup_max=60",
+    "bringup.standalone=5",
+    "actions.lease_ms=5000",
+)
 pytestmark = pytest.mark.multirank
 COMMANDS: Final = sorted(
     path.name for path in (TOOLS / "bench").glob("*.py") if '"--json"' in path.read_text()
@@ -44,6 +63,43 @@ def test_a_benchmark_s_claims_follow_from_its_numbers(name: str, tmp_path: Path)
     done = run_forked(command, LIMIT_S)
     assert done.returncode == 0, done.stdout + done.stderr
     assert claims_audit.main([str(file), "--quiet"]) == 0
+
+
+@pytest.mark.parametrize("size", policy_cut.MESH_SIZES)
+@pytest.mark.parametrize("name", policy_cut.MESHED)
+def test_a_policy_whole_and_its_meshes_differ_in_the_ranks_of_the_mesh_alone(
+    name: str, size: int
+) -> None:
+    settings = (*policy_cut.MESHED[name], *policy_cut.on_gpus(size), f"placement.mesh={size}")
+    config = load.read(name, settings)
+    assert (config.placement.ranks, config.placement.leaders) == (1 + size, 1)
+    assert len(set(config.placement.policy)) == size
+    placed = place(config, 1 + size, 1 + size)
+    assert (placed.link, placed.ranks[0].device) == ("host", "cpu")
+
+
+def test_a_mesh_is_measured_on_two_gpus_at_least() -> None:
+    done = run_forked([str(TOOLS / "bench/policy_cut.py"), "--mesh", "--gpus", "1"], LIMIT_S)
+    assert done.returncode == 1
+    assert done.stdout in ("needs two GPUs, got 0\n", "needs two GPUs, got 1\n"), done.stderr
+
+
+def test_a_mesh_is_brought_up_and_serves_a_robot(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    starts = SimpleNamespace(Popen=forked_popen, TimeoutExpired=subprocess.TimeoutExpired)
+    monkeypatch.setattr(real_runs, "subprocess", starts)
+    found = policy_cut.measure_mesh("two_gpus", SMALL_ON_CPUS, 2, 0.5)
+    assert (found.ranks, found.bad_audits) == (2, [])
+    assert found.b_ms > found.rank0_ms > 0
+    assert min(found.period_ms, found.age_ms) > found.rank0_ms
+    assert found.hz > 1
+    assert found.memory_gib == []  # no GPU
+    policy_cut.print_mesh(found, found._replace(ranks=1, b_ms=2 * found.b_ms))
+    assert "two_gpus, mesh of 2" in (said := capsys.readouterr().out)
+    assert "2.00 x as fast as whole" in said
+    long = found._replace(rank0_ms=8.0, b_ms=10.0, period_ms=11.0)
+    assert [target.reached for target in policy_cut.mesh_targets([long])] == [pytest.approx(1.1)]
 
 
 def test_cubics_predict_a_smooth_recording_better_than_lines(tmp_path: Path) -> None:

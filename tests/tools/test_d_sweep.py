@@ -24,7 +24,7 @@ from forked_process import forked_popen
 
 def row(depth: int, period_ms: float, *, age_ms: float = 20.0, threads: str = "serial") -> SweepRow:
     ages = (age_ms,) * 3
-    one = Pass(period_ms, 10.0, "B", 0.9, 0.95, ages, ages, "PASS")
+    one = Pass(Stages(3, 10, 4), period_ms, 10.0, "B", 0.9, 0.95, ages, ages, "PASS")
     return combine(SweepCell(Stages(3, 10, 4), threads, depth), [one] * 2, depth * 1000)
 
 
@@ -65,9 +65,16 @@ def test_replicas_are_measured_with_an_envelope_for_each_rank() -> None:
     ]
     assert str(cells[2].stages) == "A 5  B 20 x 3  C 0 ms"
     assert [cell.stages.ideal_ms("split") for cell in cells] == [20, 10, 20 / 3]
-    one = Pass(10.4, 10.0, "B / 2", 0.9, 0.95, (20.0,) * 3, (20.0,) * 3, "PASS")
-    [target] = replica_targets([combine(cells[1], [one] * 2, 1000)])
-    assert target.reached == pytest.approx(1.04)
+    ages = (20.0,) * 3
+    measured = [
+        Pass(Stages(5, b_ms, 0), 10.4, 10.0, "B / 2", 0.9, 0.95, ages, ages, "PASS")
+        for b_ms in (20.3, 20.5)
+    ]
+    row = combine(cells[1], measured, 1000)
+    [target] = replica_targets([row], "sleep")
+    assert (target.reached, target.limit) == (pytest.approx(10.4 / 10), 1.053)
+    [target] = replica_targets([row], "gpu")  # whose B takes what the GPU makes of 20 ms
+    assert (target.reached, target.limit) == (pytest.approx(10.4 / (20.4 / 2)), 1.03)
 
 
 @pytest.mark.multirank
@@ -85,5 +92,6 @@ def test_sweep_goes_on_behind_a_cell_that_the_gate_refuses(
     assert len(found["verdicts"]) == 2
     assert not any(verdict == "PASS" for verdict in found["verdicts"])
     assert found["period_ms"] > 4
+    assert all(found["alone"][stage] >= 2 for stage in ("a_ms", "b_ms"))  # C takes what it takes
     assert found["latency_ms"]["n"] >= 150
     assert "<svg" in picture.read_text()
