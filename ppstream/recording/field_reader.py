@@ -21,7 +21,6 @@ from ppstream.recording.recording import Track
 if TYPE_CHECKING:
     from ppstream.config.schema import StreamConfig
 
-MCAP: Final = ".mcap"
 STAMPS: Final = ("header.stamp",)
 PARTS: Final = ("sec", "nanosec")  # of a stamp; in JSON also nsec
 _STEP: Final = re.compile(r"[^.\[\]]+")  # of a path: pose.position.x, gyro_rad[0]
@@ -41,13 +40,14 @@ class FieldReader:
     def __init__(self, path: Path, streams: Sequence[StreamConfig]) -> None:
         self._path = path
         missing = [
-            f"streams: {s.name!r} does not say where {path} has it; give it "
-            'recorded = { topic = "...", fields = ["..."] }'
+            f"streams: {s.name!r} does not say where {path} has it; give it recorded = "
+            '{ topic = "...", fields = ["..."] }'
             for s in streams
             if s.recorded is None and s.image is None
         ]
         missing += [
-            f"streams: {s.name!r} is a camera, and {_remedy(path, s)}"
+            f"streams: {s.name!r} is a camera, and does not say where {path} has it; give it "
+            f'recorded = {{ topic = "/{s.name}/image_raw" }}'
             for s in streams
             if s.image is not None
         ]
@@ -165,18 +165,6 @@ def nanoseconds(stamp: Any) -> int:
     if seconds is None or rest is None:
         raise TypeError(f"no stamp: {stamp!r}; want integer nanoseconds, or sec and nanosec")
     return int(seconds) * NS_PER_S + int(rest)
-
-
-def _remedy(path: Path, camera: StreamConfig) -> str:
-    if path.suffix == MCAP:
-        return (
-            f"does not say where {path} has it; give it "
-            f'recorded = {{ topic = "/{camera.name}/image_raw" }}'
-        )
-    return (
-        f"of {path} frames are not read, want an MCAP file: `rosbags-convert --src BAG --dst "
-        "FOLDER --dst-storage mcap` makes one of a bag; or leave the stream out"
-    )
 
 
 def _steps(path: str) -> tuple[str, ...]:
