@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -22,7 +23,8 @@ if TYPE_CHECKING:
     from ppstream.config.schema import StreamConfig
 
 STAMPS: Final = ("header.stamp",)
-PARTS: Final = ("sec", "nanosec")  # of a stamp; in JSON also nsec
+SECONDS: Final = ("sec", "seconds")  # of a stamp; the second is protobuf's
+NANOSECONDS: Final = ("nanosec", "nsec", "nanos")  # ROS's, JSON's and protobuf's
 _STEP: Final = re.compile(r"[^.\[\]]+")  # of a path: pose.position.x, gyro_rad[0]
 
 
@@ -130,12 +132,22 @@ def stamp_of(message: object, field: str | None, at_ns: int, usual: Sequence[str
     if field is not None:
         return nanoseconds(follow(message, _steps(field)))
     for one in usual:
+        steps = _steps(one)
         try:
-            stamp = follow(message, _steps(one))
+            stamp = follow(message, steps)
         except (LookupError, AttributeError, TypeError):
             continue
-        return nanoseconds(stamp)
+        if _has(message, steps[0]):
+            return nanoseconds(stamp)
     return at_ns
+
+
+def _has(message: object, field: str) -> bool:
+    """False where protobuf makes up a part that the message lacks."""
+    try:
+        return bool(getattr(message, "HasField", lambda _: True)(field))
+    except ValueError:  # a number, which is always there
+        return True
 
 
 def need_streams(path: Path, streams: Sequence[StreamConfig]) -> None:
@@ -160,11 +172,16 @@ def nanoseconds(stamp: Any) -> int:
     """A stamp as ROS has it (seconds and nanoseconds), or nanoseconds as they are."""
     if isinstance(stamp, int | np.integer):
         return int(stamp)
-    parts = stamp if isinstance(stamp, Mapping) else {n: getattr(stamp, n, None) for n in PARTS}
-    seconds, rest = parts.get("sec"), parts.get("nanosec", parts.get("nsec"))
+    seconds, rest = (_part(stamp, names) for names in (SECONDS, NANOSECONDS))
     if seconds is None or rest is None:
         raise TypeError(f"no stamp: {stamp!r}; want integer nanoseconds, or sec and nanosec")
     return int(seconds) * NS_PER_S + int(rest)
+
+
+def _part(stamp: Any, names: Sequence[str]) -> Any:
+    """The first of these fields that a stamp has, else None."""
+    get = stamp.get if isinstance(stamp, Mapping) else partial(getattr, stamp)
+    return next((found for name in names if (found := get(name, None)) is not None), None)
 
 
 def _steps(path: str) -> tuple[str, ...]:

@@ -1,6 +1,6 @@
 """Images in messages of other software: ROS's and Foxglove's, raw, JPEG or PNG, all to RGB.
 
-A message is an object with the fields of its type (ROS) or a mapping (JSON). ppstream's own images
+A message is an object with the fields of its type or a mapping (JSON). ppstream's own images
 are ``camera_images.py``'s.
 """
 

@@ -1,4 +1,4 @@
-"""Reads MCAP: a run that ppstream recorded, or JSON and ROS 2 messages that others did.
+"""Reads MCAP: a run that ppstream recorded, or messages that others did.
 
 Of our own recordings the windows are read, too, so that they can be cut again exactly as they were.
 A file that ends early, because its run was killed or its disk was full, is read as far as it goes.

@@ -50,22 +50,19 @@ def load_bag(path: Path, streams: Sequence[StreamConfig]) -> Recording:
     return Recording(wanted.tracks(topics), images=images)
 
 
-def cdr_decoder(name: str, form: str, definition: str) -> Callable[[bytes], object]:
+def cdr_decoder(name: str, definition: str) -> Callable[[bytes], object]:
     """Decodes messages of one ROS 2 type.
 
     Args:
         name: ``sensor_msgs/msg/Imu``.
-        form: of the definition, ``ros2msg`` or ``ros2idl``.
-        definition: of the message and of all that it is made of.
+        definition: of the message and of all that it is made of, as ``ros2msg``.
 
     Raises:
-        ConfigError: ``rosbags`` is not installed, or the form is another.
+        ConfigError: ``rosbags`` is not installed.
     """
     need_rosbags()
     from rosbags.typesys import Stores, get_types_from_msg, get_typestore
 
-    if form != "ros2msg":
-        raise ConfigError([f"{name} is defined as {form!r}, want ros2msg"])
     store: Any = get_typestore(Stores.EMPTY)
     store.register(get_types_from_msg(definition, name))
     return lambda data: store.deserialize_cdr(data, name)

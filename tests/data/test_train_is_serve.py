@@ -15,6 +15,7 @@ from camera_files import (
     ORIGIN_NS,
     WIDTH,
     CameraFile,
+    FoxgloveFile,
     arm,
     camera,
     two_cameras,
@@ -178,6 +179,15 @@ def test_frames_of_another_software_s_cameras(
 ) -> None:
     write_cameras(tmp_path / name, damaged=damaged)
     assert_same(tmp_path / name, two_cameras(), 40)
+
+
+def test_frames_in_protobuf(tmp_path: Path) -> None:
+    write_cameras(tmp_path / "run.mcap", damaged=(0, 5), by=FoxgloveFile)
+    write_cameras(tmp_path / "cdr.mcap", damaged=(0, 5))
+    assert_same(tmp_path / "run.mcap", two_cameras(), 40)
+    assert trained(tmp_path / "run.mcap", two_cameras()) == trained(
+        tmp_path / "cdr.mcap", two_cameras()
+    )
 
 
 def test_a_frame_of_the_moment_at_which_a_window_ends_is_in_it(tmp_path: Path) -> None:

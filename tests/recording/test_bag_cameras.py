@@ -9,6 +9,7 @@ import os
 import pickle
 import random
 import sys
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -235,7 +236,7 @@ def test_a_big_endian_message_is_read(tmp_path: Path) -> None:
 
 def test_frames_are_pickled_as_places(bag: tuple[Path, dict[str, str]]) -> None:
     path, more = bag
-    expected = write_cameras(path, **more)
+    expected = write_cameras(path, by=partial(CameraBag, **more))
     for name, found in tracks(path, *two_cameras().cameras).items():
         frames(found).pixels(3)  # has opened the bag
         copied = pickle.dumps(frames(found).part(0, 9))

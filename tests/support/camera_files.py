@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import base64
 import json
+from collections.abc import Callable
+from functools import partial
 from io import BytesIO
 from pathlib import Path
 from types import TracebackType
@@ -169,6 +171,79 @@ class CameraBag(CameraWriter):
         self._bag.write(self._connections[topic, kind], at_ns, data)
 
 
+class FoxgloveFile(CameraWriter):
+    """An MCAP file by Foxglove's SDK: images are protobuf, joints JSON."""
+
+    def __init__(self, path: Path, **writer: Any) -> None:
+        self.sdk = pytest.importorskip("foxglove")
+        super().__init__()
+        from foxglove.mcap import MCAPWriteOptions
+
+        self.context = self.sdk.Context()
+        options = MCAPWriteOptions(**writer)
+        self._writer = self.sdk.open_mcap(path, context=self.context, writer_options=options)
+        self._channels: dict[str, Any] = {}
+
+    def __enter__(self) -> FoxgloveFile:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: object, trace: TracebackType | None
+    ) -> None:
+        self._writer.close()
+
+    def arm(self, stamp_ns: int, *values: float, late_ns: int = 0) -> None:
+        body = {"header": {"stamp": _stamp(stamp_ns)}, "joints": values}
+        made = partial(self.sdk.Channel, schema={"type": "object"})
+        self._log(made, "/arm", body, stamp_ns + late_ns)
+
+    def image(  # type: ignore[override]  # what ROS alone has
+        self,
+        topic: str,
+        stamp_ns: int | None,
+        data: Any,
+        encoding: str = "rgb8",
+        *,
+        padding: int = 0,
+        late_ns: int = 0,
+        **more: Any,
+    ) -> None:
+        """``stamp_ns`` None: the message has none."""
+        rows = np.asarray(data, np.uint8).reshape(HEIGHT, -1)
+        rows = np.pad(rows, ((0, 0), (0, padding)), constant_values=7)
+        fields = {"height": HEIGHT, "width": WIDTH, "step": rows.shape[1], "data": rows.tobytes()}
+        self.foxglove("RawImage", topic, stamp_ns, late_ns, encoding=encoding, **fields | more)
+
+    def compressed(
+        self, topic: str, stamp_ns: int, data: bytes, form: str = "jpeg", *, late_ns: int = 0
+    ) -> None:
+        self.foxglove("CompressedImage", topic, stamp_ns, late_ns, format=form, data=data)
+
+    def foxglove(
+        self, kind: str, topic: str, stamp_ns: int | None, late_ns: int = 0, **fields: Any
+    ) -> None:
+        from foxglove import channels, messages
+
+        if stamp_ns is not None:
+            fields["timestamp"] = messages.Timestamp(*divmod(stamp_ns, S))
+        body = getattr(messages, kind)(**fields)
+        at_ns = (stamp_ns or ORIGIN_NS) + late_ns
+        self._log(getattr(channels, f"{kind}Channel"), topic, body, at_ns)
+
+    def raw(self, topic: str, kind: str, at_ns: int, data: bytes) -> None:
+        """Any bytes as a message of a type of Foxglove."""
+        from foxglove import messages
+
+        schema = getattr(messages, kind).get_schema()
+        made = partial(self.sdk.Channel, message_encoding="protobuf", schema=schema)
+        self._log(made, topic, data, at_ns)
+
+    def _log(self, made: Any, topic: str, body: Any, at_ns: int) -> None:
+        if topic not in self._channels:
+            self._channels[topic] = made(topic, context=self.context)
+        self._channels[topic].log(body, log_time=at_ns)
+
+
 def _stamp(stamp_ns: int) -> dict[str, int]:
     return {"sec": stamp_ns // S, "nsec": stamp_ns % S}
 
@@ -210,11 +285,16 @@ def two_cameras(**more: Any) -> PipelineConfig:
 
 
 def write_cameras(
-    path: Path, number: int = 0, seconds: float = 1.0, *, damaged: tuple[int, ...] = (), **bag: str
+    path: Path,
+    number: int = 0,
+    seconds: float = 1.0,
+    *,
+    damaged: tuple[int, ...] = (),
+    by: Callable[[Path], Any] | None = None,
 ) -> dict[str, list[Frame]]:
-    """A recording for ``two_cameras``, by ``CameraFile`` for a name that ends in ``.mcap``, else by
-    ``CameraBag``; returns what a reader sees of all frames.
+    """A recording for ``two_cameras``; returns what a reader sees of all frames.
 
+    Its writer is ``by``, else ``CameraFile`` for a name that ends in ``.mcap``, else ``CameraBag``.
     The cameras' periods fit neither each other nor the window's; the JPEGs come 25 ms late, and two
     of them out of turn. ``damaged``: of JPEGs, by number from 0, that are cut short.
     """
@@ -225,7 +305,7 @@ def write_cameras(
             events.append((ORIGIN_NS + number * 10 * S + at_ms * MS, kind, late * MS))
     frames: dict[str, list[Frame]] = {"top": [], "wrist": []}
     counts = {"arm": 0, "top": 0, "wrist": 0}
-    with CameraFile(path) if path.suffix == ".mcap" else CameraBag(path, **bag) as file:
+    with (by or (CameraFile if path.suffix == ".mcap" else CameraBag))(path) as file:
         for stamp_ns, kind, late_ns in sorted(events, key=lambda event: event[0] + event[2]):
             count = counts[kind]
             counts[kind] += 1
