@@ -6,7 +6,7 @@ import argparse
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -16,7 +16,7 @@ from ppstream.core.errors import ConfigError, PpstreamError
 from ppstream.recording.load import FORMS
 
 if TYPE_CHECKING:
-    from ppstream.data.job import InputRecord, JobEnd
+    from ppstream.data.job import InputRecord, JobEnd, Told
 
 INTERRUPTED: Final = 130  # exit code, as of any program that Ctrl-C ends
 SKIPPED: Final = 3  # exit code: the data set is there, without inputs that could not be read
@@ -103,7 +103,7 @@ def _frames_left(records: Sequence[InputRecord]) -> Counter[str]:
 
 
 @contextmanager
-def _progress(total: int) -> Iterator[Callable[[InputRecord], None]]:
+def _progress(total: int) -> Iterator[Told]:
     """On a terminal a bar; in a pipe a line for each input."""
     if sys.stderr.isatty():
         from rich.console import Console
@@ -113,18 +113,15 @@ def _progress(total: int) -> Iterator[Callable[[InputRecord], None]]:
         with Progress(*columns, console=Console(stderr=True)) as bar:
             task = bar.add_task("resample", total=total)
 
-            def advance(record: InputRecord) -> None:
+            def advance(record: InputRecord, done: int) -> None:
                 if record.error:
                     bar.console.print(_line(record), markup=False)
-                bar.advance(task)
+                bar.update(task, completed=done)
 
             yield advance
         return
-    done = 0
 
-    def tell(record: InputRecord) -> None:
-        nonlocal done
-        done += 1
+    def tell(record: InputRecord, done: int) -> None:
         print(f"resample: {done}/{total} {_line(record)}", file=sys.stderr, flush=True)
 
     yield tell

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
+from ppstream.config.rules import RECORDING_SUFFIXES
 from ppstream.core.errors import ConfigError
 from ppstream.recording.lerobot_folder import LeRobotFolder, VideoSegment, is_lerobot_folder
 from ppstream.recording.load import load_recording
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("ppstream")
 
 NAMED: Final = 8  # of the files that are left out
-SUFFIXES: Final = (".mcap", ".npz", ".npy", ".ulg", ".bag")
 
 
 class DataInput(NamedTuple):
@@ -76,7 +76,8 @@ def find_inputs(paths: Iterable[str | Path]) -> list[DataInput]:
             _tell_left(path, left)
             if not held:
                 problems.append(
-                    f"{path}: holds no recording, want {', '.join(SUFFIXES)} or a ROS 2 bag"
+                    f"{path}: holds no recording, want {', '.join(RECORDING_SUFFIXES)} or a "
+                    "ROS 2 bag"
                 )
         elif path.exists():
             found.append(DataInput(path))
@@ -99,7 +100,7 @@ def _recordings_in(folder: Path, left: list[Path]) -> Iterator[Path]:
     """
     for one in folder.iterdir():
         if not one.is_dir():
-            if one.suffix in SUFFIXES:
+            if one.suffix in RECORDING_SUFFIXES:
                 yield one
             else:
                 left.append(one)

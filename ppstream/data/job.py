@@ -45,7 +45,7 @@ COMPLETE: Final = "complete.json"
 LOGGER: Final = "ppstream"
 
 OnError = Literal["skip", "fail"]
-Told = Callable[["InputRecord"], None]
+Told = Callable[["InputRecord", int], None]
 
 
 class InputRecord(NamedTuple):
@@ -123,7 +123,7 @@ class ResampleJob:
             numbers: of this shard's inputs.
             jobs: processes; 1 works in this one.
             on_error: skip leaves out an input that cannot be read, fail ends the job.
-            told: called with each input's end.
+            told: called with each input's end, and how many of the shard's have one by then.
 
         Raises:
             ConfigError: with ``fail``, an input cannot be read; or none of all can.
@@ -136,8 +136,10 @@ class ResampleJob:
                 return JobEnd(records, 0, is_merged=True)
             (self._state / COMPLETE).unlink()  # an input has changed since
         have = {record.number for record in self._records() if not record.error}
-        for record in self._made([n for n in numbers if n not in have], jobs):
-            told(record)
+        missing = [number for number in numbers if number not in have]
+        done = len(numbers) - len(missing)
+        for end, record in enumerate(self._made(missing, jobs), done + 1):
+            told(record, end)
             if record.error and on_error == "fail":
                 raise ConfigError([f"{record.name}: {record.error}"])
         records = self._records()

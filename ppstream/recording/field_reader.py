@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -21,9 +22,9 @@ from ppstream.recording.recording import Track
 if TYPE_CHECKING:
     from ppstream.config.schema import StreamConfig
 
-MCAP: Final = ".mcap"
 STAMPS: Final = ("header.stamp",)
-PARTS: Final = ("sec", "nanosec")  # of a stamp; in JSON also nsec
+SECONDS: Final = ("sec", "seconds")  # of a stamp; the second is protobuf's
+NANOSECONDS: Final = ("nanosec", "nsec", "nanos")  # ROS's, JSON's and protobuf's
 _STEP: Final = re.compile(r"[^.\[\]]+")  # of a path: pose.position.x, gyro_rad[0]
 
 
@@ -41,13 +42,14 @@ class FieldReader:
     def __init__(self, path: Path, streams: Sequence[StreamConfig]) -> None:
         self._path = path
         missing = [
-            f"streams: {s.name!r} does not say where {path} has it; give it "
-            'recorded = { topic = "...", fields = ["..."] }'
+            f"streams: {s.name!r} does not say where {path} has it; give it recorded = "
+            '{ topic = "...", fields = ["..."] }'
             for s in streams
             if s.recorded is None and s.image is None
         ]
         missing += [
-            f"streams: {s.name!r} is a camera, and {_remedy(path, s)}"
+            f"streams: {s.name!r} is a camera, and does not say where {path} has it; give it "
+            f'recorded = {{ topic = "/{s.name}/image_raw" }}'
             for s in streams
             if s.image is not None
         ]
@@ -130,12 +132,22 @@ def stamp_of(message: object, field: str | None, at_ns: int, usual: Sequence[str
     if field is not None:
         return nanoseconds(follow(message, _steps(field)))
     for one in usual:
+        steps = _steps(one)
         try:
-            stamp = follow(message, _steps(one))
+            stamp = follow(message, steps)
         except (LookupError, AttributeError, TypeError):
             continue
-        return nanoseconds(stamp)
+        if _has(message, steps[0]):
+            return nanoseconds(stamp)
     return at_ns
+
+
+def _has(message: object, field: str) -> bool:
+    """False where protobuf makes up a part that the message lacks."""
+    try:
+        return bool(getattr(message, "HasField", lambda _: True)(field))
+    except ValueError:  # a number, which is always there
+        return True
 
 
 def need_streams(path: Path, streams: Sequence[StreamConfig]) -> None:
@@ -160,23 +172,16 @@ def nanoseconds(stamp: Any) -> int:
     """A stamp as ROS has it (seconds and nanoseconds), or nanoseconds as they are."""
     if isinstance(stamp, int | np.integer):
         return int(stamp)
-    parts = stamp if isinstance(stamp, Mapping) else {n: getattr(stamp, n, None) for n in PARTS}
-    seconds, rest = parts.get("sec"), parts.get("nanosec", parts.get("nsec"))
+    seconds, rest = (_part(stamp, names) for names in (SECONDS, NANOSECONDS))
     if seconds is None or rest is None:
         raise TypeError(f"no stamp: {stamp!r}; want integer nanoseconds, or sec and nanosec")
     return int(seconds) * NS_PER_S + int(rest)
 
 
-def _remedy(path: Path, camera: StreamConfig) -> str:
-    if path.suffix == MCAP:
-        return (
-            f"does not say where {path} has it; give it "
-            f'recorded = {{ topic = "/{camera.name}/image_raw" }}'
-        )
-    return (
-        f"of {path} frames are not read, want an MCAP file: `rosbags-convert --src BAG --dst "
-        "FOLDER --dst-storage mcap` makes one of a bag; or leave the stream out"
-    )
+def _part(stamp: Any, names: Sequence[str]) -> Any:
+    """The first of these fields that a stamp has, else None."""
+    get = stamp.get if isinstance(stamp, Mapping) else partial(getattr, stamp)
+    return next((found for name in names if (found := get(name, None)) is not None), None)
 
 
 def _steps(path: str) -> tuple[str, ...]:

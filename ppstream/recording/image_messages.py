@@ -1,6 +1,6 @@
 """Images in messages of other software: ROS's and Foxglove's, raw, JPEG or PNG, all to RGB.
 
-A message is an object with the fields of its type (ROS) or a mapping (JSON). ppstream's own images
+A message is an object with the fields of its type or a mapping (JSON). ppstream's own images
 are ``camera_images.py``'s.
 """
 
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
+from ppstream.config.schema import CHANNELS
 from ppstream.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -20,18 +21,18 @@ if TYPE_CHECKING:
 
 
 class PixelOrder(NamedTuple):
-    """Bytes of a pixel, and which of them are red, green and blue."""
+    """Bytes of a pixel, and which of them are red, green and blue; one is all three."""
 
     bytes: int
-    rgb: tuple[int, int, int]
+    rgb: slice  # so that rgb8 without padding is a view
 
 
 ORDERS: Final = {
-    "rgb8": PixelOrder(3, (0, 1, 2)),
-    "bgr8": PixelOrder(3, (2, 1, 0)),
-    "rgba8": PixelOrder(4, (0, 1, 2)),
-    "bgra8": PixelOrder(4, (2, 1, 0)),
-    "mono8": PixelOrder(1, (0, 0, 0)),
+    "rgb8": PixelOrder(3, slice(0, 3)),
+    "bgr8": PixelOrder(3, slice(2, None, -1)),
+    "rgba8": PixelOrder(4, slice(0, 3)),
+    "bgra8": PixelOrder(4, slice(2, None, -1)),
+    "mono8": PixelOrder(1, slice(0, 1)),
 }
 RAW: Final = ("Image", "RawImage")  # how the names of types end
 COMPRESSED: Final = "CompressedImage"
@@ -56,7 +57,7 @@ class FoundImage(NamedTuple):
             check_encoded(self.data)
 
     def pixels(self) -> NDArray[np.uint8]:
-        """Pixels ``[height * width * 3]`` uint8 RGB. Raises ValueError."""
+        """Pixels ``[height * width * 3]`` uint8 RGB, perhaps a view. Raises ValueError."""
         if self.order is None:
             opened = _opened(self.data)
             _load(opened)
@@ -64,7 +65,8 @@ class FoundImage(NamedTuple):
             return decoded.reshape(-1)
         height, width = self.size
         rows = self.data.reshape(height, self.step)[:, : width * self.order.bytes]
-        return rows.reshape(height, width, -1)[..., list(self.order.rgb)].reshape(-1)
+        pixels = rows.reshape(height, width, self.order.bytes)[..., self.order.rgb]
+        return np.broadcast_to(pixels, (height, width, CHANNELS)).reshape(-1)
 
     def encoded(self) -> bytes | None:
         """The JPEG or PNG, where any reader sees the same RGB in it; else None."""

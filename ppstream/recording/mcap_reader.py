@@ -1,4 +1,4 @@
-"""Reads MCAP: a run that ppstream recorded, or JSON and ROS 2 messages that others did.
+"""Reads MCAP: a run that ppstream recorded, or messages that others did.
 
 Of our own recordings the windows are read, too, so that they can be cut again exactly as they were.
 A file that ends early, because its run was killed or its disk was full, is read as far as it goes.
@@ -19,8 +19,7 @@ import msgspec
 import numpy as np
 
 from ppstream.core.errors import ConfigError
-from ppstream.recording.field_reader import FieldReader, need_streams
-from ppstream.recording.mcap_cameras import OtherCamera, OwnCamera
+from ppstream.recording.mcap_cameras import McapRecords, OwnCamera
 from ppstream.recording.mcap_messages import EncodedMessage, FilePosition, MessageDecoder
 from ppstream.recording.mcap_schema import (
     CAMERAS,
@@ -34,6 +33,7 @@ from ppstream.recording.mcap_schema import (
     need_mcap,
     parse_topic,
 )
+from ppstream.recording.other_streams import OtherMessage, OtherStreams
 from ppstream.recording.recording import IMAGES, RecordedStep, Recording, Track, unreadable
 
 if TYPE_CHECKING:
@@ -132,11 +132,7 @@ def _records(path: Path) -> Iterator[tuple[Any, FilePosition]]:
 def _of_others(
     path: Path, records: Iterator[EncodedMessage | McapMetadata], streams: Sequence[StreamConfig]
 ) -> Recording:
-    need_streams(path, streams)
-    plain = [stream for stream in streams if stream.image is None or stream.recorded is None]
-    reader = FieldReader(path, plain)
-    cameras = [OtherCamera(path, stream) for stream in streams if stream not in plain]
-    wanted = reader.topics | {camera.topic for camera in cameras}
+    wanted = OtherStreams(path, streams, lambda _: McapRecords(path))
     topics: set[str] = set()
     images: Counter[str] = Counter()
     decoders: dict[str, MessageDecoder] = {}
@@ -146,17 +142,13 @@ def _of_others(
         topics.add(found.topic)
         if found.kind in IMAGES:
             images[found.topic] += 1
-        if found.topic in wanted:
+        if found.topic in wanted.topics:
             decode = decoders.get(found.topic)
             if decode is None:
                 decode = decoders[found.topic] = MessageDecoder(path, found)
-            if found.topic in reader.topics:
-                reader.add(found.topic, decode(found.data), found.at_ns)
-            for camera in cameras:
-                if camera.topic == found.topic:
-                    camera.add(found, decode)
-    tracks = reader.tracks(topics) | {camera.name: camera.track(topics) for camera in cameras}
-    return Recording({stream.name: tracks[stream.name] for stream in streams}, images=images)
+            about = found.topic, found.kind, found.at_ns, found.data, found.position
+            wanted.add(OtherMessage(*about), decode)
+    return Recording(wanted.tracks(topics), images=images)
 
 
 def _of_ours(

@@ -25,7 +25,14 @@ if TYPE_CHECKING:
     from ppstream.config.schema import StreamConfig
 
 DAMAGE_CHARS: Final = 300
-KINDS: Final = {".mcap": "MCAP", ".bag": "a ROS bag", ".ulg": "ULog"}
+NUMPY: Final = ".npz or .npy"
+KINDS: Final = {
+    ".mcap": "MCAP",
+    ".bag": "a ROS bag",
+    ".ulg": "ULog",
+    ".npz": NUMPY,
+    ".npy": NUMPY,
+}
 #: Types of messages that hold a frame, of ROS and of Foxglove.
 IMAGES: Final = frozenset(
     {f"sensor_msgs/{kind}{name}" for kind in ("", "msg/") for name in ("Image", "CompressedImage")}
@@ -224,7 +231,7 @@ def _frames_of(height: int, width: int) -> str:
 def unreadable(path: Path, error: Exception, where: str = "") -> ConfigError:
     """Words the error for a file that a reader gave up on."""
     what = " ".join(f"{type(error).__name__}: {message_of(error)}".split())[:DAMAGE_CHARS]
-    kind = KINDS.get(path.suffix, "a ROS bag" if path.is_dir() else ".npz or .npy")
+    kind = KINDS.get(path.suffix, "a ROS bag" if path.is_dir() else "a recording")
     if isinstance(error, OSError) and error.strerror:
         return ConfigError([f"{path}: cannot be read as {kind}: {error.strerror}"])
     remedy = REMEDIES.get(path.suffix, "copy or record it again")

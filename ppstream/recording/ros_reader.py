@@ -1,15 +1,20 @@
-"""Reads ROS 1 and ROS 2 bags through ``rosbags``; no ROS installation is needed."""
+"""Reads ROS 1 and ROS 2 bags through ``rosbags``; no ROS installation is needed.
+
+Frames stay in the bag until they are asked for, as those of an MCAP file.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ppstream.core.errors import ConfigError
-from ppstream.recording.field_reader import FieldReader, need_streams
+from ppstream.recording.other_streams import OtherMessage, OtherStreams
 from ppstream.recording.recording import IMAGES, Recording
+from ppstream.recording.ros_bag import Bag, BagPlaces
 
 if TYPE_CHECKING:
     from ppstream.config.schema import StreamConfig
@@ -25,40 +30,39 @@ def load_bag(path: Path, streams: Sequence[StreamConfig]) -> Recording:
         ConfigError: ``rosbags`` is not installed, or the bag lacks what is asked for.
     """
     need_rosbags()
-    from rosbags.highlevel import AnyReader
-    from rosbags.typesys import Stores, get_typestore
-
-    need_streams(path, streams)
-    fields = FieldReader(path, streams)
-    with AnyReader([path], default_typestore=get_typestore(Stores.LATEST)) as reader:
-        topics = {connection.topic for connection in reader.connections}
-        chosen = [c for c in reader.connections if c.topic in fields.topics]
+    bag = Bag(path)
+    wanted = OtherStreams(path, streams, lambda topic: partial(bag.data, topic))
+    places = {topic: BagPlaces() for topic in wanted.cameras}
+    try:
+        connections = bag.reader.connections
+        topics = {connection.topic for connection in connections}
+        chosen = [c for c in connections if c.topic in wanted.topics]
         images: Counter[str] = Counter()
-        for one in reader.connections:
+        for one in connections:
             if one.msgtype in IMAGES:
                 images[one.topic] += one.msgcount
-        for connection, at_ns, data in reader.messages(connections=chosen) if chosen else ():
-            message = reader.deserialize(data, connection.msgtype)
-            fields.add(connection.topic, message, at_ns)
-    return Recording(fields.tracks(topics), images=images)
+        for connection, at_ns, data in bag.reader.messages(chosen) if chosen else ():
+            topic, kind = connection.topic, connection.msgtype
+            place = places[topic].next(at_ns) if topic in places else None
+            wanted.add(OtherMessage(topic, kind, at_ns, data, place), partial(bag.decoded, kind))
+    finally:
+        bag.close()
+    return Recording(wanted.tracks(topics), images=images)
 
 
-def cdr_decoder(name: str, form: str, definition: str) -> Callable[[bytes], object]:
+def cdr_decoder(name: str, definition: str) -> Callable[[bytes], object]:
     """Decodes messages of one ROS 2 type.
 
     Args:
         name: ``sensor_msgs/msg/Imu``.
-        form: of the definition, ``ros2msg`` or ``ros2idl``.
-        definition: of the message and of all that it is made of.
+        definition: of the message and of all that it is made of, as ``ros2msg``.
 
     Raises:
-        ConfigError: ``rosbags`` is not installed, or the form is another.
+        ConfigError: ``rosbags`` is not installed.
     """
     need_rosbags()
     from rosbags.typesys import Stores, get_types_from_msg, get_typestore
 
-    if form != "ros2msg":
-        raise ConfigError([f"{name} is defined as {form!r}, want ros2msg"])
     store: Any = get_typestore(Stores.EMPTY)
     store.register(get_types_from_msg(definition, name))
     return lambda data: store.deserialize_cdr(data, name)

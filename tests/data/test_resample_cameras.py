@@ -22,7 +22,7 @@ from camera_files import (
     two_cameras,
     write_cameras,
 )
-from recording_files import S, Samples, picture, with_camera, write_images, write_sqlite
+from recording_files import S, Samples, picture, with_camera, write_images
 from resample_runs import (
     command,
     frames_in,
@@ -138,15 +138,6 @@ def test_a_camera_that_does_not_say_where_it_is_recorded_is_refused(
     assert "'wrist' does not say" not in said
 
 
-def test_a_camera_of_a_bag_is_refused_with_what_makes_mcap_of_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    bag = write_sqlite(tmp_path, Samples.drawn())
-    run = write_config(tmp_path, with_camera(settings(), 4, 6))
-    assert make(run, tmp_path / "out", bag) == ExitCode.CONFIG
-    assert "--dst-storage mcap` makes one of a bag" in capsys.readouterr().err
-
-
 # ---- frames of other software's recordings -------------------------------------------------------
 
 DAMAGED = (3, 4, 15)
@@ -256,6 +247,23 @@ def test_workers_and_small_chunks_change_no_byte_of_frames(
         assert frames_in(tmp_path / "one") == frames_in(tmp_path / "three")
     else:
         same_files(tmp_path / "one", tmp_path / "three", "0*.safetensors")
+
+
+@pytest.mark.parametrize("name", ["run.bag", "bag"])
+@pytest.mark.parametrize("form", ["lerobot-v3", "safetensors"])
+def test_a_bag_gives_the_data_set_of_an_mcap_file_with_the_same_messages(
+    form: str, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = write_config(tmp_path, two_cameras())
+    said = []
+    for path in (tmp_path / "run.mcap", tmp_path / name):
+        write_cameras(path, damaged=DAMAGED)
+        assert make(run, tmp_path / f"of {path.name}", path, "--format", form) == 0
+        said.append(capsys.readouterr().out.replace(str(path), "PATH").splitlines()[:-1])
+    assert said[0] == said[1]
+    assert counts_in("\n".join(said[1]), "frames  ")["/wrist"] > 10
+    names = "0*.safetensors" if form == "safetensors" else "*"
+    same_files(tmp_path / "of run.mcap", tmp_path / f"of {name}", names)
 
 
 def same_files(one: Path, other: Path, names: str = "*") -> None:

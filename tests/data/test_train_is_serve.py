@@ -15,6 +15,7 @@ from camera_files import (
     ORIGIN_NS,
     WIDTH,
     CameraFile,
+    FoxgloveFile,
     arm,
     camera,
     two_cameras,
@@ -171,10 +172,22 @@ def test_more_samples_than_a_ring_keeps(tmp_path: Path) -> None:
     assert_same(tmp_path / "run.npz", config(slow, steps=40, dt_ms=5), 200)
 
 
+@pytest.mark.parametrize("name", ["run.mcap", "run.bag", "bag"])
 @pytest.mark.parametrize("damaged", [(), (0, 1, 5, 11, 12)])
-def test_frames_of_another_software_s_cameras(tmp_path: Path, damaged: tuple[int, ...]) -> None:
-    write_cameras(tmp_path / "run.mcap", damaged=damaged)
+def test_frames_of_another_software_s_cameras(
+    tmp_path: Path, damaged: tuple[int, ...], name: str
+) -> None:
+    write_cameras(tmp_path / name, damaged=damaged)
+    assert_same(tmp_path / name, two_cameras(), 40)
+
+
+def test_frames_in_protobuf(tmp_path: Path) -> None:
+    write_cameras(tmp_path / "run.mcap", damaged=(0, 5), by=FoxgloveFile)
+    write_cameras(tmp_path / "cdr.mcap", damaged=(0, 5))
     assert_same(tmp_path / "run.mcap", two_cameras(), 40)
+    assert trained(tmp_path / "run.mcap", two_cameras()) == trained(
+        tmp_path / "cdr.mcap", two_cameras()
+    )
 
 
 def test_a_frame_of_the_moment_at_which_a_window_ends_is_in_it(tmp_path: Path) -> None:

@@ -196,7 +196,7 @@ def test_indices_of_a_billion_windows_cost_no_memory() -> None:
 @pytest.fixture(scope="module")
 def filmed(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     folder = tmp_path_factory.mktemp("filmed")
-    paths = [folder / "a.mcap", folder / "b.mcap"]
+    paths = [folder / "a.mcap", folder / "b.bag", folder / "c"]  # of ROS 2
     for number, path in enumerate(paths):
         write_cameras(path, number, damaged=(2, 3))
     return paths

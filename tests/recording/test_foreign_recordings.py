@@ -210,8 +210,8 @@ def test_what_a_mapping_lacks_is_said(tmp_path: Path, wanted: StreamConfig, said
 
 
 def test_an_encoding_that_nobody_here_reads_is_named(tmp_path: Path) -> None:
-    path = write_json(tmp_path / "run.mcap", encoding="protobuf")
-    with pytest.raises(ConfigError, match="/pose is encoded as 'protobuf', want json, or cdr"):
+    path = write_json(tmp_path / "run.mcap", encoding="flatbuffer")
+    with pytest.raises(ConfigError, match="/pose is encoded as 'flatbuffer', want json, protobuf"):
         load_recording(path, [mapped("q", "/pose", "joints")])
 
 

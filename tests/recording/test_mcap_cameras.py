@@ -16,6 +16,7 @@ from camera_files import (
     ORIGIN_NS,
     WIDTH,
     CameraFile,
+    FoxgloveFile,
     arm,
     camera,
     opened,
@@ -24,11 +25,12 @@ from camera_files import (
     write_cameras,
 )
 from recording_files import picture
-from stream_cases import MS
+from stream_cases import MS, stream
 
-from ppstream.config.schema import StreamConfig
+from ppstream.config.schema import RecordedAs, StreamConfig
 from ppstream.core.errors import ConfigError
 from ppstream.recording.load import load_recording
+from ppstream.recording.mcap_messages import protobuf_decoder
 from ppstream.recording.recording import RecordedFrames, Track
 
 FRAMES = [picture(HEIGHT, WIDTH, number) for number in range(6)]
@@ -86,6 +88,118 @@ def test_foxglove_s_images_in_json_are_frames_with_their_own_time(tmp_path: Path
         found = track(path, camera("top", topic))
         assert found.stamps_ns.tolist() == stamps(3)
         assert seen(found) == [frame.tobytes() for frame in FRAMES[:3]]
+
+
+# ---- protobuf ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("writer", [{}, {"chunk_size": 4000}, {"use_chunks": False}])
+def test_foxglove_s_images_in_protobuf_are_frames_with_their_own_time(
+    tmp_path: Path, writer: dict[str, Any]
+) -> None:
+    path = tmp_path / "run.mcap"
+    with FoxgloveFile(path, **writer) as file:
+        for stamp_ns, frame in zip(stamps(6), FRAMES, strict=True):
+            file.image("/top", stamp_ns, frame[..., ::-1], "bgr8", late_ns=4 * MS, padding=3)
+            file.image("/grey", stamp_ns, frame[..., 1], "mono8")
+            file.compressed("/wrist", stamp_ns, saved(frame), late_ns=7 * MS)
+            file.compressed("/side", stamp_ns, saved(frame, "PNG"), "png")
+    top, grey, wrist, side = (
+        track(path, camera(name, f"/{name}")) for name in ("top", "grey", "wrist", "side")
+    )
+    assert seen(top) == seen(side) == [frame.tobytes() for frame in FRAMES]
+    assert seen(grey) == [np.stack([frame[..., 1]] * 3, 2).tobytes() for frame in FRAMES]
+    assert seen(wrist) == [opened(saved(frame)).tobytes() for frame in FRAMES]
+    for one, late_ms in ((top, 4), (wrist, 7), (side, 0)):
+        assert one.arrivals_ns is not None
+        assert one.stamps_ns.tolist() == stamps(6)
+        assert set((one.arrivals_ns - one.stamps_ns).tolist()) == {late_ms * MS}
+    again = pickle.loads(pickle.dumps(top))
+    assert seen(again) == seen(top)
+
+
+def test_values_in_protobuf_are_mapped_by_field(tmp_path: Path) -> None:
+    path = tmp_path / "run.mcap"
+    with FoxgloveFile(path) as file:
+        from foxglove.messages import JointState
+
+        for number, stamp_ns in enumerate(stamps(3)):
+            joints = [JointState(name="a", position=number), JointState(name="b", position=0.5)]
+            file.foxglove("JointStates", "/arm", stamp_ns, 9 * MS, joints=joints)
+    fields = ("joints[1].position", "joints[0].position")
+    for stamp, late_ms in (("timestamp", 0), (None, 9)):
+        recorded = RecordedAs(topic="/arm", fields=fields, stamp=stamp)
+        found = track(path, stream("arm", dim=2, recorded=recorded))
+        assert found.values[:].tolist() == [[0.5, 0], [0.5, 1], [0.5, 2]]
+        assert found.stamps_ns.tolist() == [stamp_ns + late_ms * MS for stamp_ns in stamps(3)]
+    missing = RecordedAs(topic="/arm", fields=("joints[0].speed",))
+    with pytest.raises(ConfigError, match=r"stream 'arm' in /arm: .*speed"):
+        track(path, stream("arm", dim=1, recorded=missing))
+
+
+def test_an_image_in_protobuf_without_a_time_has_that_of_its_logging(tmp_path: Path) -> None:
+    path = tmp_path / "run.mcap"
+    with FoxgloveFile(path) as file:
+        file.image("/top", None, FRAMES[0], late_ns=3 * MS)
+        file.image("/top", ORIGIN_NS + 30 * MS, FRAMES[1])
+    found = track(path, camera("top", "/top"))
+    assert found.stamps_ns.tolist() == [ORIGIN_NS + 3 * MS, ORIGIN_NS + 30 * MS]
+
+
+def test_protobuf_that_does_not_decode_is_left_out_and_another_encoding_an_error(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "run.mcap"
+    with FoxgloveFile(path) as file:
+        from foxglove.messages import RawImage
+
+        for number, stamp_ns in enumerate(stamps(4)):
+            frame = FRAMES[number]
+            about = {"width": WIDTH, "height": HEIGHT, "step": 3 * WIDTH, "encoding": "rgb8"}
+            data = RawImage(data=frame.tobytes(), **about).encode()
+            file.raw("/top", "RawImage", stamp_ns, data[: -(number == 1) or None])
+            file.image("/other", stamp_ns, frame, **({"step": 59} if number == 2 else {}))
+            file.image("/depth", stamp_ns, frame, "16UC1")
+    with caplog.at_level(logging.WARNING, "ppstream"):
+        assert seen(track(path, camera("top", "/top"))) == [
+            FRAMES[number].tobytes() for number in (0, 2, 3)
+        ]
+        assert len(track(path, camera("other", "/other")).stamps_ns) == 3
+    top, other = caplog.messages
+    assert "stream 'top': 1 of 4 frames of /top are left out" in top
+    assert "3; frame 3: 720 bytes of rgb8 in rows of 59, want 12 rows" in other
+    with pytest.raises(ConfigError, match="/depth: frames are encoded as '16UC1', want rgb8, bgr8"):
+        track(path, camera("depth", "/depth"))
+
+
+def test_types_of_protobuf_may_be_defined_in_any_order() -> None:
+    messages = pytest.importorskip("foxglove.messages")
+    descriptors = pytest.importorskip("google.protobuf.descriptor_pb2")
+    image = messages.RawImage(width=7, timestamp=messages.Timestamp(5, 6))
+    found = descriptors.FileDescriptorSet.FromString(image.get_schema().data)
+    assert len(found.file) > 1
+    for files in (found.file, reversed(found.file)):
+        definition = descriptors.FileDescriptorSet(file=[*files]).SerializeToString()
+        message: Any = protobuf_decoder("foxglove.RawImage", definition)(image.encode())
+        assert (message.width, message.timestamp.nanos) == (7, 6)
+    found.file[0].dependency.append(found.file[1].name)
+    found.file[1].dependency.append(found.file[0].name)
+    with pytest.raises(ValueError, match="need each other"):
+        protobuf_decoder("foxglove.RawImage", found.SerializeToString())
+
+
+def test_without_protobuf_its_extra_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "run.mcap"
+    with FoxgloveFile(path) as file:
+        file.image("/top", ORIGIN_NS, FRAMES[0])
+    monkeypatch.setitem(sys.modules, "google.protobuf", None)
+    with pytest.raises(ConfigError, match=r"protobuf .* pip install 'ppstream\[replay\]'"):
+        track(path, camera("top", "/top"))
+
+
+# ---- what is left out ----------------------------------------------------------------------------
 
 
 def test_frames_that_do_not_decode_are_left_out_counted_and_named(

@@ -12,6 +12,8 @@ process's time, the median of rounds that go through all ways in turn. The parts
 ``pinned``       from page-locked memory of the host, chunk by chunk, with and without results back
 ``safetensors``  from files, and results into files, beside a plain read of the same files
 ``mcap``         from a recording of ppstream's own form, whose decoder's share is named
+``frames``       a camera's in ROS 2's MCAP, 224 x 224 and 640 x 480, JPEG and raw: frames/s into
+                 safetensors and ``Windows``'s batches, beside Pillow (of raw ones a copy) alone
 ``rtx``          10^6 trajectories of 120 x 14, in chunks that fit memory
 ``loop``         a training step of 180 ms beside the loader: how long the step waits for its input
 ``peers``        numpy; and LeRobot's loader where PYTHON has it, beside ours on the same folder
@@ -38,7 +40,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # tools/
 
 import torch
 from bench import dataset_parts, dataset_peers, peers_environments
-from bench.dataset_parts import PARTS, Settings, Taken
+from bench.dataset_parts import PARTS
+from bench.dataset_rounds import Settings, Taken
 from claimed_numbers import Claim, ratio, throughput
 from real_runs import Target, print_environment, print_targets, write_json
 

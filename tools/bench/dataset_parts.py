@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from itertools import cycle, islice
@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import torch
-from bench import dataset_files, dataset_peers
+from bench import dataset_files, dataset_frames, dataset_peers
+from bench.dataset_rounds import Settings, Taken, Way, rounds_of
 from torch import Tensor
 
 from ppstream_kernels import ResamplePlan, StreamSource
 
-PARTS: Final = ("device", "pinned", "safetensors", "mcap", "rtx", "loop", "peers")
+PARTS: Final = ("device", "pinned", "safetensors", "mcap", "frames", "rtx", "loop", "peers")
 SCALING: Final = ("device", "pinned", "safetensors")  # measured on several GPUs, too
 SHAPES: Final = ((120, 100, 14), (100, 50, 32))  # samples, targets, values
 DTYPES: Final = (torch.bfloat16, torch.float32)
@@ -39,38 +40,6 @@ PERIOD_NS: Final = 10_000_000
 TRUST_BYTES: Final = 5  # validity and age of a target
 
 Buffers = list[tuple[Tensor, Tensor]]  # values [n, N, D] and stamps [n, N] each
-
-
-class Settings(NamedTuple):
-    """Of all processes."""
-
-    folder: str
-    rounds: int
-    scale: float
-    is_gpu: bool
-    is_cold: bool
-
-    def scaled(self, number: int, least: int = 1) -> int:
-        return max(least, int(number * self.scale))
-
-
-class Taken(NamedTuple):
-    """Seconds of one way in one process, by round."""
-
-    case: str
-    way: str
-    trajectories: int  # a round
-    moved_bytes: int
-    seconds: list[float]
-    note: str = ""
-
-
-class Way(NamedTuple):
-    """A round of one way; returns once everything is done."""
-
-    run: Callable[[], object]
-    trajectories: int
-    moved_bytes: int
 
 
 class Case(NamedTuple):
@@ -117,22 +86,6 @@ def _cases() -> list[Case]:
     return [Case(*shape, dtype) for shape in SHAPES for dtype in DTYPES]
 
 
-def _rounds(
-    case: object, ways: Mapping[str, Way], settings: Settings, gate: Any, note: str = ""
-) -> Iterator[Taken]:
-    """All ways in turn; a round begins in all processes together."""
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
-    for turn in range(-1, settings.rounds):
-        for name, way in ways.items():
-            gate.wait()
-            began = time.perf_counter()
-            way.run()
-            if turn >= 0:  # the first warms up
-                seconds[name].append(time.perf_counter() - began)
-    for name, way in ways.items():
-        yield Taken(str(case), name, way.trajectories, way.moved_bytes, seconds[name], note)
-
-
 def inputs(case: Case, rows: int, device: torch.device, *, pinned: bool = False) -> Any:
     """Values ``[rows, N, D]`` and stamps ``[rows, N]``, jittered by up to half a period."""
     values = torch.randn(rows, case.slots, case.dim, device=device).to(case.dtype)
@@ -170,7 +123,7 @@ def _device(_: int, settings: Settings, device: torch.device, gate: Any) -> Iter
             given = (*inputs(case, rows, device), targets_of(case, rows, device))
             calls = _graphed([lambda f=formula, g=given: f(*g)], device)
             ways[name] = Way(calls[0], rows * calls[1], case.moved_bytes * rows * calls[1])
-        yield from _rounds(case, ways, settings, gate)
+        yield from rounds_of(case, ways, settings, gate)
 
 
 def _copies(case: Case, rows: int, device: torch.device) -> Way:
@@ -298,7 +251,7 @@ class Conveyor:
 def _pinned(_: int, settings: Settings, device: torch.device, gate: Any) -> Iterator[Taken]:
     for case in _cases():
         rows, chunks = settings.scaled(CHUNK_BYTES // case.in_bytes), CHUNKS
-        yield from _rounds(case, _from_memory(case, rows, chunks, device), settings, gate)
+        yield from rounds_of(case, _from_memory(case, rows, chunks, device), settings, gate)
 
 
 def _from_memory(case: Case, rows: int, chunks: int, device: torch.device) -> dict[str, Way]:
@@ -324,7 +277,7 @@ def _rtx(_: int, settings: Settings, device: torch.device, gate: Any) -> Iterato
         rows = min(all_rows, settings.scaled(CHUNK_BYTES // case.in_bytes))
         chunks = -(-all_rows // rows)
         note = f"{rows * chunks:,} trajectories in {chunks} chunks"
-        yield from _rounds(case, _from_memory(case, rows, chunks, device), settings, gate, note)
+        yield from rounds_of(case, _from_memory(case, rows, chunks, device), settings, gate, note)
 
 
 # ---- From files.
@@ -371,7 +324,7 @@ def _safetensors(rank: int, settings: Settings, device: torch.device, gate: Any)
             ),
         }
         note = "cold" if settings.is_cold else "warm"
-        yield from _rounds(case, ways, settings, gate, note)
+        yield from rounds_of(case, ways, settings, gate, note)
         for file in (*files, result):
             file.unlink()
 
@@ -416,7 +369,7 @@ def _mcap(_: int, settings: Settings, device: torch.device, gate: Any) -> Iterat
                 lambda c=conveyor, g=chunks, w=write: c.run(g(), back=w), rows, size
             ),
         }
-        taken = list(_rounds(case, ways, settings, gate))
+        taken = list(rounds_of(case, ways, settings, gate))
         share = statistics.median(taken[0].seconds) / statistics.median(taken[1].seconds)
         yield from (one._replace(note=f"decoder {share:.0%} of resampled") for one in taken)
 
@@ -474,7 +427,7 @@ def _peers(_: int, settings: Settings, device: torch.device, gate: Any) -> Itera
         given = (*inputs(case, CALL_ROWS, torch.device("cpu")),)
         arrays = [one.numpy() for one in (*given, targets_of(case, CALL_ROWS, torch.device("cpu")))]
         way = Way(lambda a=arrays: dataset_peers.by_numpy(*a), CALL_ROWS, 0)
-        yield from _rounds(case, {"numpy": way}, settings, gate, "one thread")
+        yield from rounds_of(case, {"numpy": way}, settings, gate, "one thread")
 
 
 _MEASURES: Final[dict[str, Callable[..., Iterator[Taken]]]] = {
@@ -482,6 +435,7 @@ _MEASURES: Final[dict[str, Callable[..., Iterator[Taken]]]] = {
     "pinned": _pinned,
     "safetensors": _safetensors,
     "mcap": _mcap,
+    "frames": dataset_frames.measure,
     "rtx": _rtx,
     "loop": _loop,
     "peers": _peers,
