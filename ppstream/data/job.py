@@ -15,16 +15,17 @@ import logging
 import os
 import shutil
 import signal
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple
 
 from ppstream.config.to_toml import as_toml
-from ppstream.core.errors import ConfigError, PeerLostError
+from ppstream.core.errors import ConfigError, ExitCode, PeerLostError
 from ppstream.data.disk_space import writing
 from ppstream.data.inputs import DataInput
 from ppstream.data.lerobot_output import LeRobotOutput
@@ -329,6 +330,15 @@ def _begin_worker() -> None:
     import torch
 
     torch.set_num_threads(1)  # the workers themselves fill the processors
+    threading.Thread(target=_end_with_job, daemon=True).start()
+
+
+def _end_with_job() -> None:
+    """A job that is killed tells its workers nothing, and they would wait for inputs for ever."""
+    job = parent_process()
+    assert job is not None, "it runs in a worker"
+    job.join()
+    os._exit(ExitCode.PEER_LOST)
 
 
 class _Notes(logging.Handler):

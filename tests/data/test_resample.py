@@ -7,7 +7,7 @@ import os
 import shutil
 import signal
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -376,9 +376,11 @@ def opened(pipe: Path, held: list[int]) -> bool:
     return bool(held)
 
 
-def test_an_interrupted_job_says_so_and_goes_on(
+@pytest.fixture
+def held_job(
     recordings: list[Path], run: Path, tmp_path: Path
-) -> None:
+) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """A job of two workers in a group of its own, and what the last input is held by."""
     out, kept = tmp_path / "out", recordings[4].read_bytes()
     recordings[4].unlink()
     os.mkfifo(recordings[4])  # the last one to be begun, which waits
@@ -392,16 +394,42 @@ def test_an_interrupted_job_says_so_and_goes_on(
     try:
         wait_until(lambda: len(list((out / ".resample").glob("00*.json"))) == 4)
         wait_until(lambda: opened(recordings[4], held))
-        os.killpg(job.pid, signal.SIGINT)
-        os.close(held[0])  # what is at hand is ended
-        said = job.communicate(timeout=60)[1]
+        yield job, held[0]
     finally:
         with suppress(ProcessLookupError):
             os.killpg(job.pid, signal.SIGKILL)
-    assert job.returncode == INTERRUPTED
-    assert "Traceback" not in said
-    assert "goes on with what is missing" in said
     recordings[4].unlink()
     recordings[4].write_bytes(kept)
     assert make(run, out, *recordings) == 0
     assert set(frames_in(out)["episode_index"]) == set(range(COUNT))
+
+
+def test_an_interrupted_job_says_so_and_goes_on(
+    held_job: tuple[subprocess.Popen[str], int],
+) -> None:
+    job, held = held_job
+    os.killpg(job.pid, signal.SIGINT)
+    os.close(held)  # what is at hand is ended
+    said = job.communicate(timeout=60)[1]
+    assert job.returncode == INTERRUPTED
+    assert "Traceback" not in said
+    assert "goes on with what is missing" in said
+
+
+def test_the_workers_of_a_killed_job_end_with_it(
+    held_job: tuple[subprocess.Popen[str], int],
+) -> None:
+    job, held = held_job
+    job.kill()
+    job.communicate(timeout=60)  # until nobody has its end of the pipe any more
+    wait_until(lambda: not is_group(job.pid))
+    os.close(held)
+
+
+def is_group(pid: int) -> bool:
+    """True while a process of this group is there."""
+    try:
+        os.killpg(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
