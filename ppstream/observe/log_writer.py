@@ -218,7 +218,7 @@ class TimestampLog:
             self._ring[self._drained % len(self._ring)] = replace(self._blank)
             self._drained += 1
         if lines or records:
-            batch = (*lines, *records)
+            batch = [*lines, *records]  # of a tuple msgspec 0.22 keeps an object for good
             self._write(self._encoder.encode_lines(batch), len(batch))
         for watcher in tuple(self.watchers):
             self._show(watcher, lines, records)

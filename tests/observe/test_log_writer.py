@@ -1,6 +1,7 @@
 import json
 import os
 import resource
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -133,3 +134,20 @@ def write_one_stage1(log: TimestampLog, seq: int) -> None:
 
 def test_log_file_is_not_readable_by_others(log):
     assert Path(log.path).stat().st_mode & 0o007 == 0
+
+
+def test_nothing_is_left_behind_of_what_was_written(log):
+    def write(batches: int) -> None:
+        for number in range(batches):
+            log.event("beat", number=number)
+            log.flush()
+
+    write(50)
+    tracemalloc.start()
+    try:
+        before, _ = tracemalloc.get_traced_memory()
+        write(400)
+        after, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert after - before < 400 * 24  # of each batch the encoder once kept 48 bytes
