@@ -84,7 +84,7 @@ class StampedLauncher(Protocol):
 
 
 class CountedLink:
-    """One end (link_device.DeviceLink).
+    """One end (device_link.DeviceLink).
 
     Args:
         out: layout of what this end sends.

@@ -13,11 +13,8 @@ from typing import Final
 
 import pytest
 from forked_process import ForkedProcess
-from real_runs import POLL_S
 from real_runs import free_port as free_port
 from robot_rig import wait_until
-
-from ppstream.core.clock import NS_PER_S, now_ns
 
 CONFIG = Path(__file__).with_name("small.toml")
 END_LIMIT_S = 100
@@ -178,14 +175,11 @@ def assert_no_rank_outlives(ranks: Ranks, rank: int, how: int, seconds: float = 
     """Signal ``rank`` with ``how``: it is lost, and within ``seconds`` all others have ended so."""
     ends = [other for other in ranks.processes if other is not ranks.processes[rank]]
     os.kill(ranks.processes[rank].pid, how)
-    lost_ns, gone_s = now_ns(), {}
-    while len(gone_s) < len(ends):
-        passed_s = (now_ns() - lost_ns) / NS_PER_S
-        for number, other in enumerate(ranks.processes):
-            if other in ends and number not in gone_s and other.poll() is not None:
-                gone_s[number] = passed_s
-        assert passed_s < seconds, (f"gone, rank: s: {gone_s}", ranks.output())
-        time.sleep(POLL_S)
+    wait_until(
+        lambda: all(other.poll() is not None for other in ends),
+        seconds=seconds,
+        found=lambda: f"{[process.poll() for process in ranks.processes]}\n{ranks.output()}",
+    )
     codes = {process.poll() for process in ends}
     assert codes <= {20, -signal.SIGKILL}, (codes, ranks.output())
     assert 20 in codes

@@ -190,11 +190,16 @@ def make_client(endpoint: str, **options: Any) -> RobotClient:
     return RobotClient(endpoint, **{**defaults, **options})
 
 
-def wait_until(condition: Callable[[], object], *, seconds: float = 60.0) -> None:
-    """Wait for what another thread or process does; fails after ``seconds``."""
+def wait_until(
+    condition: Callable[[], object],
+    *,
+    seconds: float = 60.0,
+    found: Callable[[], object] = lambda: "",
+) -> None:
+    """Wait for what another thread or process does; fails after ``seconds``, and says ``found``."""
     deadline_ns = now_ns() + round(seconds * 1e9)
     while not condition():
-        assert now_ns() < deadline_ns, "it did not happen in time"
+        assert now_ns() < deadline_ns, f"it did not happen in time {found()}"
         time.sleep(0.002)
 
 

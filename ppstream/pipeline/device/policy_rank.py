@@ -11,7 +11,7 @@ Where the link's kernels leave the times, ``stamped_hop.py`` queues less, on two
 
 A short stage B is queued a few envelopes ahead of those that are over, and the host sleeps while
 some of them come. Whatever stands queued for an envelope that is not there waits for rank 0, and so
-would a launch that finds the driver's queue full: ``link_device.run_ahead`` bounds it by nodes. A
+would a launch that finds the driver's queue full: ``device_link.run_ahead`` bounds it by nodes. A
 stage B of a millisecond or more, of many nodes, without a graph, or that takes instructions is
 queued once its envelope was seen, behind at most one that runs, where it may await an envelope on
 its way; and a receipt once rank 0 rang for its envelope, whose way is queued then. A stage B that
