@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from multiprocessing.context import ForkServerContext
@@ -173,16 +174,21 @@ def _fork_server() -> ForkServerContext:
 
 @contextmanager
 def _server_finds_imports() -> Iterator[None]:
-    """The server, which the first process starts, looks where this one does; torch asks it once."""
-    before = dict(os.environ)
-    os.environ |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    os.environ |= ROOM
-    os.environ.pop(MARK, None)  # it belongs to no drill, and outlives each
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
+    """The server, which the first process starts, looks where this one does; torch asks it once.
+
+    Threads that start processes take turns: each leaves the environment as it was.
+    """
+    with _starting:
+        before = dict(os.environ)
+        path = os.pathsep.join(filter(None, sys.path))
+        os.environ |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+        os.environ |= ROOM
+        os.environ.pop(MARK, None)  # it belongs to no drill, and outlives each
+        try:
+            yield
+        finally:
+            os.environ.clear()
+            os.environ.update(before)
 
 
 def _run(
@@ -207,3 +213,4 @@ def _run(
 
 
 _context = _fork_server()
+_starting = threading.Lock()

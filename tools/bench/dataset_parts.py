@@ -20,7 +20,7 @@ from torch import Tensor
 from ppstream_kernels import ResamplePlan, StreamSource
 
 PARTS: Final = ("device", "pinned", "safetensors", "mcap", "frames", "rtx", "loop", "peers")
-SCALING: Final = ("device", "pinned", "safetensors")  # measured on several GPUs, too
+SCALING: Final = ("device", "pinned", "safetensors", "mcap")  # measured on several GPUs, too
 SHAPES: Final = ((120, 100, 14), (100, 50, 32))  # samples, targets, values
 DTYPES: Final = (torch.bfloat16, torch.float32)
 CPU_SCALE: Final = 0.001
@@ -283,11 +283,16 @@ def _rtx(_: int, settings: Settings, device: torch.device, gate: Any) -> Iterato
 # ---- From files.
 
 
+def _own_folder(settings: Settings, rank: int) -> Path:
+    folder = Path(settings.folder) / f"rank{rank}"
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
 def _safetensors(rank: int, settings: Settings, device: torch.device, gate: Any) -> Iterator[Taken]:
     for case in _cases():
         rows = settings.scaled(CHUNK_BYTES // case.in_bytes)
-        folder = Path(settings.folder) / f"rank{rank}"
-        folder.mkdir(exist_ok=True)
+        folder = _own_folder(settings, rank)
         files = [folder / f"{number}.safetensors" for number in range(FILES)]
         for file in files:
             dataset_files.write_safetensors(file, *inputs(case, rows, torch.device("cpu")))
@@ -345,13 +350,14 @@ def _read_ahead(files: list[Path], memory: Buffers, read: Callable[..., Any]) ->
             yield one.result()
 
 
-def _mcap(_: int, settings: Settings, device: torch.device, gate: Any) -> Iterator[Taken]:
+def _mcap(rank: int, settings: Settings, device: torch.device, gate: Any) -> Iterator[Taken]:
+    folder = _own_folder(settings, rank)
     for shape in SHAPES:
         case = Case(*shape, torch.float32)
-        rows, file = settings.scaled(RECORDED, 4), Path(settings.folder) / "recorded.mcap"
+        rows, file = settings.scaled(RECORDED, 4), folder / "recorded.mcap"
         dataset_files.write_mcap(file, *inputs(case, rows, torch.device("cpu")))
         conveyor = Conveyor(case, rows, device)
-        result = Path(settings.folder) / "result.safetensors"
+        result = folder / "result.safetensors"
 
         def chunks(file: Path = file) -> Iterator[Any]:
             if settings.is_cold:
