@@ -38,9 +38,9 @@ unexport PYTHONDONTWRITEBYTECODE
 
 help:
 	@echo 'make demo    balance the embedded cart-pole through two ranks, then print the report'
-	@echo 'make test    lint, types, floors, the documentation site, and the tests of the code'
+	@echo 'make test    lint, types, floors, and the tests of the code'
 	@echo 'make test-clients  the gateway with clients that others publish, and policies of LeRobot and ONNX'
-	@echo 'make check-docs  the run-books, pictures, dashboard, alerts and the rules of the source'
+	@echo 'make check-docs  the documentation site, run-books, pictures, dashboard, alerts and the rules of the source'
 	@echo 'make check-gate  real runs that only seem to overlap: gate and report refuse them'
 	@echo 'make check-native  the compiled core and its Python twins, with two sanitizers'
 	@echo 'make check   everything that must hold: make test and the four above'
@@ -54,7 +54,7 @@ demo: $(VENV)/.demo
 	$(BIN)/ppstream run
 
 test: $(CORE)
-	@$(MAKE) --keep-going --jobs=2 --output-sync=target lint docs $(VENV)/.bytecode
+	@$(MAKE) --keep-going --jobs=2 --output-sync=target lint $(VENV)/.bytecode
 	$(call twice,$(PYTEST) -m alone $(ALONE)) || failed=1; \
 	$(call twice,PPSTREAM_NATIVE=0 $(PYTEST) -m 'not alone' $(BESIDE) 2 $(TWINS)) || failed=1; \
 	rm -f $(VENV)/.failed; test -z "$$failed" || touch $(VENV)/.failed
