@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import subprocess
 import sys
@@ -101,6 +102,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     (folder / "claims.json").write_text(
         json.dumps([{"kind": "ratio", "numbers": {"of": 6, "over": 3}, "claimed": 2}])
     )
+    trace = folder / "new" / "profile.rank1.gen0.0.json"
+    trace.write_bytes(gzip.decompress(CPU_TRACE.read_bytes()))
     old, new = str(folder / "old"), str(folder / "new")
     return {
         "logs/latest": new,
@@ -113,7 +116,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         "trace.json": str(folder / "trace.json"),
         "report.json": str(folder / "report.json"),
         "rank0.raw": str(ROOT / "tests/golden/pyspy-convoy.raw"),
-        "logs/latest/profile.rank1.gen0.0.json": str(CPU_TRACE),
+        "logs/latest/profile.rank1.gen0.0.json": str(trace),
         "OUT/cells/small-512-forward.trace.json": str(CPU_TRACE),
         "OUT/rank1.sqlite": str(nsys(folder / "rank1.sqlite")),
         "claims": str(folder / "claims.json"),

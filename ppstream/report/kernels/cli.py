@@ -1,7 +1,8 @@
 """``tools/kernel_report.py TRACE``: where a GPU's time, or a CPU's, goes in a profiler's trace.
 
-Reads torch.profiler's JSON and Nsight Systems' sqlite export. Shares are of work; how much of a run
-that is, and whether it is on its critical path, says the overlap report.
+Reads torch.profiler's JSON and Nsight Systems' sqlite export; of a folder the newest trace of each
+rank, a row for each. Shares are of work; how much of a run that is, and whether it is on its
+critical path, says the overlap report.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
@@ -21,10 +22,13 @@ from ppstream.report.kernels.findings import WARM_UP, Sum, TraceFindings, bottle
 from ppstream.report.kernels.trace import Trace
 
 BAD_INPUT: Final = 3
+SCHEMA: Final = "ppstream.kernels/1"
 HEAD_BYTES: Final = 64
 NAME_WIDTH: Final = 52
 #: What names of kernels share; behind it they differ.
 COMMON: Final = re.compile(r"^void |\(anonymous namespace\)::|\b(?:at::native|c10|std)::")
+#: A trace in a run's folder, or one of ``tools/nsys_profile.sh``.
+OF_RANK: Final = re.compile(r"rank(\d+)(?:\.gen(\d+)\.(\d+))?\.(?:json|sqlite)")
 US: Final = 1e-3  # per ns
 MS: Final = 1e-6  # per ns
 
@@ -51,6 +55,46 @@ def read_trace(path: Path) -> Trace:
     if head[:2] == b"\x1f\x8b" or head.lstrip()[:1] in (b"{", b"["):
         return kineto.read_kineto(path)
     raise LogError(f"{path}: neither torch.profiler's JSON nor an sqlite export of nsys")
+
+
+def traces_of_ranks(folder: Path) -> dict[int, Path]:
+    """The newest trace of each rank in ``folder``, by rank.
+
+    Raises:
+        LogError: there is none.
+    """
+    found = []
+    for path in folder.iterdir():
+        if match := OF_RANK.search(path.name):
+            rank, generation, number = (int(text or 0) for text in match.groups())
+            found.append((rank, generation, number, path))
+    if not found:
+        raise LogError(f"{folder}: no trace of a rank: ppstream.serve writes one at SIGUSR2")
+    return {rank: path for rank, _, _, path in sorted(found)}
+
+
+def rank_lines(of_ranks: Mapping[int, TraceFindings], folder: Path) -> Iterator[str]:
+    """A table with a row for each rank, for a terminal; its parts are those of ``run.json``."""
+    parts = _parts(folder / "run.json")
+    heads = f"{'passes':>12} {'kernels':>8} {'work us':>9} {'busy':>6}"
+    yield f"{'rank':{NAME_WIDTH}} {heads}  bottleneck"
+    for rank, f in sorted(of_ranks.items()):
+        name = _cut(f"{rank} {parts.get(rank, '')}".rstrip())
+        passes = f"{f.passes} of {f.pass_name}" if f.passes else "unknown"
+        calls, work = _per_pass(f) if f.passes else ("", "")
+        kind, why = bottleneck(f)
+        row = f"{name:{NAME_WIDTH}} {passes:>12} {calls:>8} {work:>9} {f.busy_share:6.1%}"
+        yield f"{row}  {kind}: {why}"
+    yield "kernels (without a GPU: operators) and work are of a pass; a trace alone shows which"
+
+
+def _parts(manifest: Path) -> dict[int, str]:
+    """The policy's parts by rank; empty where the folder does not tell."""
+    try:
+        ranks = json.loads(manifest.read_text())["topology"]["ranks"]
+        return {rank["rank"]: ", ".join(rank.get("parts") or ()) for rank in ranks}
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
 
 
 def lines(f: TraceFindings, top: int) -> Iterator[str]:
@@ -80,12 +124,17 @@ def lines(f: TraceFindings, top: int) -> Iterator[str]:
         yield f"two speeds: {_cut(modes.name)}  {speeds}, {modes.why}"
 
 
+def _per_pass(f: TraceFindings) -> tuple[str, str]:
+    """Kernels, and us of work, of one pass."""
+    in_pass = next((s.total_ns for s in f.stages if s.name == f.pass_name), 0)
+    return f"{f.calls_in_passes / f.passes:.1f}", f"{in_pass / f.passes * US:.1f}"
+
+
 def _pass_lines(f: TraceFindings, unit: str) -> Iterator[str]:
     if f.passes:
-        in_pass = next((s.total_ns for s in f.stages if s.name == f.pass_name), 0)
-        calls = f"{f.calls_in_passes / f.passes:.1f} {unit}"
-        work = f"{in_pass / f.passes * US:.1f} us of work"
-        yield f"passes {f.passes} of range {f.pass_name}: {calls} and {work} an envelope"
+        calls, work = _per_pass(f)
+        counted = f"{calls} {unit} and {work} us of work an envelope"
+        yield f"passes {f.passes} of range {f.pass_name}: {counted}"
     else:
         yield "passes unknown: the trace has no named ranges (--pass NAME picks one)"
 
@@ -131,25 +180,38 @@ def as_dict(f: TraceFindings) -> dict[str, Any]:
         plain[key] = [record._asdict() for record in getattr(f, key)]
     plain["gaps"] = f.gaps._asdict()
     derived = {"busy_share": f.busy_share, "launch_index": f.launch_index}
-    return {"schema": "ppstream.kernels/1", **plain, **derived, "bottleneck": kind, "why": why}
+    return {"schema": SCHEMA, **plain, **derived, "bottleneck": kind, "why": why}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="kernel_report", description=_first(__doc__ or ""))
-    parser.add_argument("trace", type=Path, help="JSON of torch.profiler, or an sqlite of nsys")
+    what = "JSON of torch.profiler, an sqlite of nsys, or a folder with those of a run's ranks"
+    parser.add_argument("trace", type=Path, help=what)
     parser.add_argument("--pass", dest="pass_name", help="the range that one envelope is")
     parser.add_argument("--skip", default=WARM_UP, help="pattern of warm-up ranges (%(default)s)")
     parser.add_argument("--top", type=int, default=15, help="rows a table (%(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything there, too")
     options = parser.parse_args(argv)
+
+    def found(path: Path) -> TraceFindings:
+        return findings(read_trace(path), pass_name=options.pass_name, skip=options.skip)
+
+    told: dict[str, Any]
     try:
-        found = findings(read_trace(options.trace), pass_name=options.pass_name, skip=options.skip)
+        if options.trace.is_dir():
+            paths = traces_of_ranks(options.trace)
+            of_ranks = {rank: found(path) for rank, path in paths.items()}
+            _print(rank_lines(of_ranks, options.trace))
+            told = {"schema": SCHEMA, "ranks": {r: as_dict(f) for r, f in of_ranks.items()}}
+        else:
+            one = found(options.trace)
+            _print(lines(one, options.top))
+            told = as_dict(one)
     except LogError as error:
         print(error, file=sys.stderr)
         return BAD_INPUT
-    _print(lines(found, options.top))
     if options.json is not None:
-        options.json.write_text(json.dumps(as_dict(found), indent=1) + "\n")
+        options.json.write_text(json.dumps(told, indent=1) + "\n")
     return 0
 
 

@@ -240,6 +240,27 @@ def test_tool_needs_nothing_installed_and_writes_json(tmp_path: Path) -> None:
     assert (out["schema"], out["passes"]) == ("ppstream.kernels/1", 4)
 
 
+def test_a_folder_has_a_row_for_each_rank_of_its_newest_trace(tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "profile.rank0.gen0.0.json").write_text("of an older cycle")
+    for name in ("profile.rank0.gen0.1.json", "profile.rank2.gen0.0.json"):
+        (tmp_path / name).write_bytes(gzip.decompress(CPU_TRACE.read_bytes()))
+    kineto(tmp_path / "profile.rank1.gen0.0.json")
+    ranks = [{"rank": n, "parts": parts} for n, parts in enumerate(([], ["a"], ["b", "c"]))]
+    (tmp_path / "run.json").write_text(json.dumps({"topology": {"ranks": ranks}}))
+    out = tmp_path / "out.json"
+    assert cli.main([str(tmp_path), "--json", str(out)]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()[1:4]]
+    assert [row[:2] for row in rows] == [["0", "4"], ["1", "a"], ["2", "b,"]]
+    assert rows[0][1:6] == ["4", "of", "B", "28.0", rows[2][7]]
+    assert rows[1][2:6] == ["2", "of", "B", "4.0"]
+    assert json.loads(out.read_text())["ranks"]["1"]["passes"] == 2
+
+
+def test_a_folder_without_a_trace_says_how_one_is_made(tmp_path: Path, capsys: Any) -> None:
+    assert cli.main([str(tmp_path)]) == 3
+    assert "SIGUSR2" in capsys.readouterr().err
+
+
 def test_bad_input_is_exit_3_and_one_line(tmp_path: Path, capsys: Any) -> None:
     (tmp_path / "x.json").write_bytes(gzip.compress(b"no"))
     assert cli.main([str(tmp_path / "x.json")]) == 3
