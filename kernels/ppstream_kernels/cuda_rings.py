@@ -23,7 +23,7 @@ RECORD_WORDS: Final = 2  # number of the window and of its table, before the tab
 NEVER_NS: Final = -(1 << 62)  # the end of a row that is absent
 
 _SCATTER: Final = struct.Struct("=5Qq")
-_BEGIN: Final = struct.Struct("=14Q5q4i")
+_BEGIN: Final = struct.Struct("=15Q5q4i")
 _PREFIX: Final = struct.Struct("=6Q2q4i")
 _FRAMES: Final = struct.Struct("=8Qq6f6i")
 _LANE: Final = struct.Struct("=2Q2q")
@@ -72,6 +72,7 @@ class BeginCall(NamedTuple):
     records: int
     begun: int
     chosen: int
+    limits: int  # 0: none
     table_words: int
     told_words: int
     depth: int

@@ -108,6 +108,7 @@ struct Begin {
     i64* records;       // [DEPTH, RECORD_WORDS + told_words], the host's: number, sequence, table
     i64* begun;         // windows so far
     i64* chosen;        // the number of the table that the newest window goes by
+    const i64* limits;  // [DEPTH], the host's: of each window, rows that may be present; or null: all
     i64 table_words, told_words, depth, dt_ns, lease_ns;  // told_words: of a table, for the host
     int batch, streams, steps, reference;
 };
@@ -116,7 +117,7 @@ constexpr int MOST_ROWS = 1024;
 
 // One block: what it goes by is one table, whatever is written meanwhile.
 extern "C" __global__ void begin(const Begin call) {
-    __shared__ i64 sequence, number;
+    __shared__ i64 sequence, number, limit;
     __shared__ i64 ends_ns[MOST_ROWS];
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;");  // resample.cu may come in, and waits there
@@ -124,6 +125,8 @@ extern "C" __global__ void begin(const Begin call) {
     if (threadIdx.x == 0) {
         number = *call.begun;
         sequence = acquire(call.current);
+        const volatile i64* const limits = call.limits;
+        limit = limits ? limits[number % call.depth] : call.batch;
     }
     __syncthreads();
     const i64* const table = call.tables + sequence % TABLES * call.table_words;
@@ -134,7 +137,7 @@ extern "C" __global__ void begin(const Begin call) {
         const i64* const reference = rings + RING_WORDS * (call.reference * call.batch + b);
         const i64 session = row[0], epoch = row[1], given_ns = row[2];
         const i64 count = reference[1], newest_ns = reference[2];
-        const bool is_present = session != 0 && count != 0;
+        const bool is_present = session != 0 && count != 0 && b < limit;
         const i64 end_ns = !is_present ? NEVER : given_ns == NEWEST ? newest_ns : given_ns;
         ends_ns[b] = end_ns;
         call.ends_ns[b] = end_ns;

@@ -136,7 +136,7 @@ def open_rank0(
     )
     front_parts = None
     if front is not None:
-        front_parts = _front_parts(*front, config, device, len(link.out), shape.generation)
+        front_parts = _front_parts(*front, config, device, len(link.out), shape)
         front_parts.prepare(link.out)
         _seal(front[1].policy, parts.log)
     stage_a = RingWindows(config, link.out, device, stream, front_parts)
@@ -185,7 +185,7 @@ def _front_parts(
     config: PipelineConfig,
     device: torch.device,
     slots: int,
-    generation: int,
+    shape: LinkShape,
 ) -> DeviceFrontParts:
     rows = config.batch.rows
     layout = SlotLayout(ENVELOPE_HEADER, place.inputs, rows)
@@ -193,11 +193,12 @@ def _front_parts(
     return DeviceFrontParts(
         DeviceStageB(prepared.policy, rows, device, is_stateless=prepared.is_stateless),
         new_device_slots(layout, 1, device)[0],
-        Headers(layout, slots, generation),
+        Headers(layout, slots, shape.generation),
         None if takes_texts else prepared.nodes,
         prepared.duration_ns,
         prepared.parts_ns,
         cuda_stream("a"),
+        sizes_at_front(config, prepared, shape),
     )
 
 
@@ -339,6 +340,13 @@ def sizes_on_gpu(config: PipelineConfig, policy: Policy, shape: LinkShape) -> Ba
     """Returns the sizes of batches; None: one alone, as where B is queued ahead of envelopes."""
     sizes = batch_sizes(config, policy)
     return sizes if sizes.smaller and not shape.ahead else None
+
+
+def sizes_at_front(
+    config: PipelineConfig, prepared: PreparedPolicy, shape: LinkShape
+) -> BatchSizes | None:
+    """As ``sizes_on_gpu``, at place 0; None, too, where A may be queued ahead of credits."""
+    return None if prepared.ahead(config) else sizes_on_gpu(config, prepared.policy, shape)
 
 
 def _seal(policy: Policy, log: TimestampLog) -> None:

@@ -10,6 +10,7 @@ from ppstream.links.headers import FAILED
 from ppstream.links.slots import SlotLayout, new_slots
 from ppstream.observe import nvtx_ranges
 from ppstream.pipeline.flight import name_rows, owners_of
+from ppstream.policy.batch_sizes import PRESENT
 from ppstream.policy.compiled import compiled_parts
 from ppstream.policy.unwritten import failure
 
@@ -53,7 +54,11 @@ class FrontParts:
         self.carry_out: Callable[[Callable[[], None]], BaseException | None] = _here
 
     def shortest_ns(self, envelope: Slot) -> int:
-        """Times a few calls on zeros, before the first envelope. Raises what a part raises."""
+        """Times a few calls on zeros with every row present, before the first envelope.
+
+        Raises what a part raises.
+        """
+        self.window.tensors[PRESENT].fill_(1)
         durations_ns = []
         for _ in range(TIMED_CALLS):
             begun_ns = now_ns()

@@ -45,7 +45,7 @@ class Policy(Protocol):
 
     A policy that sets ``any_rows = True`` is called with as few first rows as hold all robots that
     are there (``batch.sizes``); ``reset`` still gets a mask of all rows. Of a policy in parts each
-    part says so. Without, B never changes.
+    part says so, and is called so, on whatever rank. Without, B never changes.
     """
 
     inputs: tuple[TensorSpec, ...]

@@ -1,4 +1,4 @@
-"""Batches of as many rows as robots are there, on one GPU: from graphs, and in a run."""
+"""Batches of as many rows as robots are there: graphs, a run, and a policy cut over two GPUs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from counting_rows import CALLS_MAX, Policy
+from counting_rows import CALLS_MAX, ROWS_MAX, Policy
 from ranks import Ranks
 
 from ppstream.config.schema import PolicyConfig
@@ -25,8 +25,6 @@ CONFIG = Path(__file__).parents[2] / "stages" / "ppstream_stages" / "bench_gpus.
 ROWS = 4
 ROUNDS = 20
 SETTINGS = (
-    "placement.policy=cuda:0",
-    "policy.target=counting_rows:build",
     f"policy.options={{kernels=1000, rows={ROWS}}}",
     f"batch.rows={ROWS}",
     "pipeline.pacing=rows",
@@ -39,6 +37,14 @@ SETTINGS = (
     "service.duration_s=600",
     'bringup.accept=["NOTHING_TO_HIDE", "LOW_OVERLAP", "CONTENDED"]',
 )
+ALONE = ("placement.policy=cuda:0", "policy.target=counting_rows:build")
+CUT_IN_TWO = (
+    "placement.rank0=cuda:0",
+    "placement.policy=cuda:1",
+    "placement.parts=[0, 1]",
+    "policy.target=counting_rows:build_parts",
+)
+GRAPHS = pytest.mark.parametrize("graph", ["true", "false"], ids=["graphs", "eager"])
 READY_LIMIT_S, ANSWER_LIMIT_S = 150, 20.0
 STREAMS = [("joints", 14), ("vision", 256)]
 
@@ -102,7 +108,7 @@ class AskingRobot:
 
     def __init__(self, endpoint: str, number: int) -> None:
         self.value = (number + 1) / 10
-        self.told: list[tuple[float, float]] = []
+        self.told: list[np.ndarray[Any, Any]] = []
         names = [f"j{n}" for n in range(1, 8)]
         self.client = RobotClient(endpoint, robot=f"r{number}", streams=STREAMS, actions=names)
 
@@ -110,8 +116,11 @@ class AskingRobot:
         for _ in range(ROUNDS):
             given = np.full(14, self.value, np.float32)
             samples = {"vision": np.zeros(256, np.float32), "joints": given}
-            first = self.client.ask(samples, ANSWER_LIMIT_S).actions[0]
-            self.told.append((float(first[0]), float(first[1]) * CALLS_MAX))
+            self.told.append(np.array(self.client.ask(samples, ANSWER_LIMIT_S).actions[0]))
+
+    def rows_at(self, action: int) -> list[int]:
+        """With how many rows the part was called that tells so by this action."""
+        return [round(float(told[action]) * ROWS_MAX) for told in self.told]
 
 
 def together(*robots: AskingRobot) -> None:
@@ -122,13 +131,16 @@ def together(*robots: AskingRobot) -> None:
         thread.join()
 
 
-@pytest.mark.parametrize("graph", ["true", "false"], ids=["graphs", "eager"])
-def test_robots_that_come_and_go_are_answered_by_the_smallest_batch(
-    graph: str, tmp_path: Path
-) -> None:
+def come_and_go(
+    tmp_path: Path, *settings: str
+) -> tuple[AskingRobot, AskingRobot, list[list[dict[str, Any]]]]:
+    """A robot that is there all the time, one that is there meanwhile, and both ranks' lines.
+
+    Each is told its own value, and its own calls.
+    """
     endpoint = f"unix://{tmp_path}/r"
-    settings = (*SETTINGS, f"policy.graph={graph}", f"service.endpoint={endpoint}")
-    with Ranks(tmp_path, *settings, config=CONFIG) as ranks:
+    asked = (*SETTINGS, *settings, f"service.endpoint={endpoint}")
+    with Ranks(tmp_path, *asked, config=CONFIG) as ranks:
         ranks.wait_for_event("phase", READY_LIMIT_S, phase="ready")
         first, second = AskingRobot(endpoint, 0), AskingRobot(endpoint, 1)
         with first.client as client:
@@ -143,14 +155,48 @@ def test_robots_that_come_and_go_are_answered_by_the_smallest_batch(
         for process in ranks.processes:
             process.send_signal(signal.SIGTERM)
         assert ranks.wait() == [0, 0], ranks.output()
-        lines = [line for line in ranks.lines(1) if line["kind"] == "stage1"]
+        lines = [ranks.lines(rank) for rank in range(2)]
     for robot, rounds in ((first, 3 * ROUNDS), (second, ROUNDS)):
         assert len(robot.told) == rounds
-        assert {round(value, 5) for value, _ in robot.told} == {round(robot.value, 5)}
-        calls = [calls for _, calls in robot.told]
+        assert {round(float(told[0]), 5) for told in robot.told} == {round(robot.value, 5)}
+        calls = [float(told[1]) * CALLS_MAX for told in robot.told]
         assert all(later > sooner for sooner, later in pairwise(calls))
-    served = [line["rows"] for line in lines if line["phase"] == "ready" and not line.get("drop")]
-    assert {line["rows"] for line in lines if line["phase"] == "bring-up"} == {ROWS}
+    return first, second, lines
+
+
+def assert_smallest(lines: list[dict[str, Any]]) -> None:
+    """Stage B was called with the fewest rows that hold the robots that come and go."""
+    stages = [line for line in lines if line["kind"] == "stage1"]
+    served = [line["rows"] for line in stages if line["phase"] == "ready" and not line.get("drop")]
+    assert {line["rows"] for line in stages if line["phase"] == "bring-up"} == {ROWS}
     assert set(served) == {1, 2}
     assert served[:5] == [1] * 5
     assert served[-5:] == [1] * 5
+
+
+@GRAPHS
+def test_robots_that_come_and_go_are_answered_by_the_smallest_batch(
+    graph: str, tmp_path: Path
+) -> None:
+    *_, lines = come_and_go(tmp_path, *ALONE, f"policy.graph={graph}")
+    assert_smallest(lines[1])
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="a cut over two GPUs")
+@GRAPHS
+def test_a_part_on_rank_0_has_the_smallest_batch_as_those_behind_it(
+    graph: str, tmp_path: Path
+) -> None:
+    first, second, lines = come_and_go(tmp_path, *CUT_IN_TWO, f"policy.graph={graph}")
+    assert_smallest(lines[1])
+    in_front, behind = first.rows_at(2), first.rows_at(3)
+    assert in_front[:ROUNDS] == [1] * ROUNDS
+    assert set(in_front) == {1, 2}
+    assert in_front[-5:] == [1] * 5
+    assert set(second.rows_at(2)) == {2}
+    assert all(made >= read for made, read in zip(in_front, behind, strict=True))
+    if graph == "true":
+        (recorded,) = (line for line in lines[0] if line.get("name") == "policy_graphs")
+        (ahead,) = (line for line in lines[1] if line.get("name") == "run_ahead")
+        assert recorded["graphs"] == 3 * ahead["slots"]  # of each slot one for 1, 2 and 4 rows
+        assert ahead["envelopes"] == 0

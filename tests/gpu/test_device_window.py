@@ -54,6 +54,7 @@ class Rig:
         instructions: bool = False,
         prefix_steps: int = 0,
         groups: dict[str, GroupConfig] | None = None,
+        is_limited: bool = False,
         **pipeline: Any,
     ) -> None:
         settings = config(*(streams or STREAMS), rows=rows, steps=9, **pipeline)
@@ -73,7 +74,10 @@ class Rig:
         for row, place in enumerate(self.case.rows):
             place.open(row + 3)
         self.device = torch.device("cuda", 0)
-        self.window = DeviceWindow(self.case.config, self.case.rows, self.case.banks, self.device)
+        case = self.case
+        self.window = DeviceWindow(
+            case.config, case.rows, case.banks, self.device, is_limited=is_limited
+        )
         self.stream = torch.cuda.Stream(self.device)
         self.random = np.random.default_rng(1)
 
@@ -221,6 +225,35 @@ def test_a_window_that_stands_queued_uses_what_came_meanwhile() -> None:
     rig.stream.synchronize()
     assert rig.window.pop().info.window_end_ns == [79 * MS]
     assert slot["rows"].tolist() == [[3, 0, 79 * MS, 79 * MS + LEASE]]
+
+
+def test_who_comes_behind_a_window_s_rows_before_it_runs_is_in_the_next_one() -> None:
+    rig = Rig(stream("q", dim=1), rows=3, is_limited=True)
+    slots = [rig.slot() for _ in range(3)]
+    for slot in slots:
+        rig.window.prepare(slot)
+    rig.push("q", 1, 2)
+    with torch.cuda.stream(rig.stream):
+        torch.cuda._sleep(100_000_000)  # about 50 ms
+    assert rig.window.ingest(0)
+    rig.window.enqueue(slots[0], rig.stream, rows=1)
+    rig.push("q", 3)
+    rig.push("q", 2, 3, row=2)
+    assert rig.window.ingest(0)
+    rig.window.enqueue(slots[1], rig.stream, rows=3)
+    rig.window.enqueue(slots[2], rig.stream)
+    rig.stream.synchronize()
+    few, whole, same = (rig.window.pop() for _ in slots)
+    assert few.info.window_end_ns == [3 * MS, 0, 0]  # of the first row it uses what came meanwhile
+    assert few.present == slots[0]["present"].tolist() == [True, False, False]
+    assert not slots[0]["state.valid"][1:].any()
+    assert not slots[0]["state.values"][1:].any()
+    assert slots[0]["rows"].tolist()[1:] == [[4, 0, 0, 0], [5, 0, 0, 0]]
+    assert whole.present == slots[1]["present"].tolist() == [True, False, True]
+    assert whole.info.window_end_ns == [3 * MS, 0, 3 * MS]
+    assert slots[1]["state.valid"][2].any()
+    assert same is whole
+    rig.case.check()
 
 
 def test_frames_equal_the_cpus() -> None:

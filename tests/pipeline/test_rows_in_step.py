@@ -9,14 +9,21 @@ from typing import Any
 
 import numpy as np
 import pytest
-from device_in_process import GPUS, DevicePipeline
+import torch
+from device_in_process import GPUS, RUN_ID, DevicePipeline
 from pipeline_in_process import NewestValues, PipelineInProcess, small_config
 
 from ppstream.core.clock import NS_PER_MS, now_ns
+from ppstream.core.specs import TensorSpec
+from ppstream.ingest.window import input_specs
+from ppstream.launch.device_ranks import policy_at
+from ppstream.links.device_link import LONG_STAGE_NS
 from ppstream.pipeline.pacing import service_pacing
 from ppstream.pipeline.rank0 import WAIT_MAX_NS
+from ppstream.policy.parts import cut, specs_of
 from ppstream.wire.robot_messages import ActionChunk
 
+CPU = torch.device("cpu")
 ROBOTS = 4
 ROUNDS = 30
 GATHER_MS = 40.0
@@ -98,6 +105,20 @@ class AnyRows(NewestValues):
         super().__call__(window, out)
 
 
+class Piece(AnyRows):
+    """A part of a policy that hands on what comes, and keeps how many rows it was given."""
+
+    def __init__(self, name: str, into: TensorSpec, out: TensorSpec) -> None:
+        super().__init__()
+        self.name = name
+        self.inputs, self.outputs = (into,), (out,)
+
+    def __call__(self, window: Any, out: Any) -> None:
+        mine = out[self.outputs[0].name]
+        self.given.append(len(mine))
+        mine.copy_(window[self.inputs[0].name][:, -4:, :2])
+
+
 def serve(
     form: str,
     folder: Path,
@@ -105,18 +126,27 @@ def serve(
     *rounds: int,
     gather_ms: float,
     policy: NewestValues | None = None,
+    pieces: tuple[Piece, ...] = (),
     leaves: bool = False,
 ) -> tuple[InStep, list[dict[str, Any]]]:
-    """What the robots made of it, and rank 0's lines of the envelopes."""
+    """What the robots made of it, and rank 0's lines of the envelopes.
+
+    Of ``pieces`` the first is a front part, and long.
+    """
     settings = [*IN_STEP, f"pipeline.gather_ms={gather_ms}"]
     settings += [f"pipeline.threads={form}"] if form == "split" else []
     settings += ["pipeline.keep_warm_ms=1"] if form == "kept warm" else []
     config = small_config(*settings, *(GPUS if form == "device" else ()))
-    policy = policy or NewestValues()
+    served: Any = policy or NewestValues()
+    front: Any = None
+    if pieces:
+        places = cut(specs_of(pieces), (0, 1), input_specs(config))
+        front, served = (policy_at(at, pieces, config, CPU, RUN_ID) for at in places)
+    own: dict[str, Any] = {"runs_ahead": not leaves, "front_ns": LONG_STAGE_NS}
     pipeline: Any = (
-        DevicePipeline(config, policy, folder, monkeypatch, runs_ahead=not leaves)
+        DevicePipeline(config, served, folder, monkeypatch, front=front, **own)
         if form == "device"
-        else PipelineInProcess(config, policy, folder, inline=form == "inline")
+        else PipelineInProcess(config, served, folder, inline=form == "inline", front=front)
     )
     with pipeline:
         rank0, rows = pipeline.rank0, pipeline.intake.rows
@@ -181,6 +211,51 @@ def test_a_policy_of_any_rows_is_called_with_the_first_that_hold_all_robots(
         text = (tmp_path / "rank1.gen0.jsonl").read_text()
         told = [json.loads(line) for line in text.splitlines()]
         assert [line["rows"] for line in told if line["kind"] == "stage1"] == expected
+
+
+@pytest.mark.parametrize("form", [form for form in FORMS if form != "inline"])
+def test_a_part_on_rank_0_is_called_with_the_first_rows_that_hold_all_robots(
+    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pieces = in_two()
+    rounds = 9, 7, 4, 0
+    robots, _ = serve(
+        form, tmp_path, monkeypatch, *rounds, gather_ms=30_000, pieces=pieces, leaves=True
+    )
+    assert robots.sent == [*rounds]
+    assert robots.wrong == []
+    expected = [4] * 4 + [2] * 3 + [1] * 2
+    first, second = (piece.given for piece in pieces)
+    assert first[-len(expected) :] == expected
+    assert set(second) >= set(expected)
+    if form != "kept warm":
+        assert second[-len(expected) :] == expected
+
+
+@pytest.mark.parametrize("runs_ahead", [False, True])
+def test_a_part_on_rank_0_has_the_whole_batch_where_one_behind_it_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runs_ahead: bool
+) -> None:
+    """What stage B is called with it reads: rows that nobody made would be read, too."""
+    pieces = in_two()
+    robots, _ = serve(
+        *("device", tmp_path, monkeypatch, 5, 0, 0, 0),
+        gather_ms=30_000,
+        pieces=pieces,
+        leaves=not runs_ahead,
+    )
+    assert robots.wrong == []
+    sizes = {ROBOTS} if runs_ahead else {1}
+    assert [set(piece.given) for piece in pieces] == [sizes] * 2
+
+
+def in_two() -> tuple[Piece, Piece]:
+    """A policy of two pieces."""
+    values, between = TensorSpec("state.values", (8, 5)), TensorSpec("between", (4, 2))
+    return (
+        Piece("first", values, between),
+        Piece("second", between, TensorSpec("actions", (4, 2))),
+    )
 
 
 def test_stage_b_that_is_queued_before_its_envelope_is_there_has_the_whole_batch(

@@ -13,25 +13,35 @@ from torch import Tensor
 
 from ppstream.core.errors import ConfigError
 from ppstream.core.specs import TensorSpec
+from ppstream.launch.device_ranks import PreparedPolicy, sizes_at_front
+from ppstream.links.device_link import LONG_STAGE_NS
+from ppstream.links.headers import ENVELOPE_HEADER, link_shape
 from ppstream.links.slots import SlotLayout, new_slots
+from ppstream.observe.log_writer import EnvelopeRecord
+from ppstream.pipeline.flight import Flight
+from ppstream.pipeline.stage_a import TIMED_CALLS, FrontParts
 from ppstream.pipeline.stage_b import StageB
 from ppstream.policy.batch_sizes import BatchSizes, batch_sizes, rows_call
+from ppstream.policy.parts import Joined, cut, specs_of
 from ppstream.policy.unwritten import FilledPolicy, Results, UnwrittenError
 
 INTEGERS = 1 << 30
 X, ACTIONS = TensorSpec("x", (2,)), TensorSpec("actions", (2,))
 WHO = (TensorSpec("present", (), "bool"), TensorSpec("rows", (4,), "int64"))
 ROWS = 4
+CPU = torch.device("cpu")
 
 
 class Adding:
     """Adds up what each row gave since its reset; ``forgets`` leaves a row's output out."""
 
     any_rows = True
-    inputs = (X, WHO[0])
-    outputs = (ACTIONS,)
+    name = "adding"
 
-    def __init__(self, forgets: int | None = None) -> None:
+    def __init__(
+        self, forgets: int | None = None, into: TensorSpec = X, out: TensorSpec = ACTIONS
+    ) -> None:
+        self.inputs, self.outputs = (into, WHO[0]), (out,)
         self.total = torch.zeros(ROWS, 2)
         self.given: list[int] = []
         self.resets: list[list[bool]] = []
@@ -42,13 +52,14 @@ class Adding:
         self.total[rows] = 0
 
     def __call__(self, window: Mapping[str, Tensor], out: Mapping[str, Tensor]) -> None:
-        n = len(window["x"])
-        assert len(window["present"]) == len(out["actions"]) == n
+        given, made = window[self.inputs[0].name], out[self.outputs[0].name]
+        n = len(given)
+        assert len(window["present"]) == len(made) == n
         self.given.append(n)
-        self.total[:n] += window["x"]
+        self.total[:n] += given
         for row in range(n):
             if row != self.forgets:
-                out["actions"][row] = self.total[row]
+                made[row] = self.total[row]
 
 
 def sizes_of(policy: object, *settings: str) -> tuple[int, ...]:
@@ -74,6 +85,26 @@ def test_the_configuration_names_the_sizes(settings: Any, expected: Any) -> None
 def test_a_policy_that_does_not_say_so_has_the_whole_batch() -> None:
     assert sizes_of(SimpleNamespace()) == (12,)
     assert sizes_of(SimpleNamespace(any_rows=False)) == (12,)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "took_ns", "ahead", "expected"),
+    [
+        (9, LONG_STAGE_NS, 0, (1, 2, 4, 8)),
+        (2000, 1, 0, (1, 2, 4, 8)),  # too many to be queued ahead
+        (None, 0, 0, (1, 2, 4, 8)),  # no graphs: nobody knows
+        (9, 1, 0, ()),  # queued ahead of credits: who is there by then is not known
+        (9, LONG_STAGE_NS, 2, ()),  # stages B are, and read every row
+    ],
+)
+def test_parts_on_rank_0_s_gpu_have_sizes_where_it_is_known_who_is_there(
+    nodes: int | None, took_ns: int, ahead: int, expected: tuple[int, ...]
+) -> None:
+    config = small_config("batch.rows=12")
+    prepared = PreparedPolicy(Adding(), is_stateless=False, nodes=nodes, duration_ns=took_ns)
+    shape = link_shape(config, (X, *WHO), (ACTIONS,), 0, ahead)
+    sizes = sizes_at_front(config, prepared, shape)
+    assert (() if sizes is None else sizes.smaller) == expected
 
 
 @pytest.mark.parametrize("wrong", ["[]", "[4, 2]", "[2, 2]", "[13]"])
@@ -155,6 +186,63 @@ def test_stage_b_calls_with_few_rows_and_keeps_each_row_s_memory() -> None:
             b for b in totals if b is not None
         ]
     assert policy.resets[-1] == [True, False, False, True]
+
+
+class InTwo:
+    """Parts on rank 0 and on a policy rank, with the first called before the other is."""
+
+    def __init__(self, sizes: BatchSizes) -> None:
+        total = TensorSpec("total", (2,))
+        self.parts = Adding(out=total), Adding(into=total)
+        places = cut(specs_of(self.parts), (0, 1), (X, *WHO))
+        front, back = (
+            StageB(Joined(at.of(self.parts), at, ROWS, CPU, INTEGERS), ROWS, INTEGERS, sizes)
+            for at in places
+        )
+        window, self.hop, self.out = (
+            new_slots(SlotLayout(ENVELOPE_HEADER, specs, ROWS), 1)[0]
+            for specs in (places[0].inputs, places[0].outputs, places[1].outputs)
+        )
+        self.front, self.back = FrontParts(front, window, lambda _calls: {}), back
+        self.faults: list[BaseException] = []
+        self.front.on_fault = lambda _flight, error: self.faults.append(error)
+
+    def actions(self, values: Tensor, *sessions: int) -> Tensor:
+        """Of those who are there; each gives its row of ``values``."""
+        show(self.front.window, *sessions)
+        self.front.window.tensors["x"].copy_(values)
+        assert self.front.run(Flight(0, 0, 0, EnvelopeRecord()), self.hop) == 0, self.faults
+        self.back(0, self.hop, self.out)
+        return self.out.tensors["actions"][[session != 0 for session in sessions]].clone()
+
+
+def test_parts_on_rank_0_have_few_rows_too_and_robots_are_told_the_same_bit_for_bit() -> None:
+    few, whole = InTwo(BatchSizes((1, 2, 4))), InTwo(BatchSizes((ROWS,)))
+    generator = torch.Generator().manual_seed(1)
+    seen = []
+    for sessions in [
+        (5, 0, 0, 0),
+        (5, 6, 0, 0),
+        (5, 6, 7, 0),
+        (5, 0, 7, 8),
+        (5, 0, 0, 0),
+        (5, 9, 0, 0),
+        (0, 9, 0, 0),
+        (0, 0, 0, 4),
+    ]:
+        values = torch.randn(ROWS, 2, generator=generator)
+        assert torch.equal(few.actions(values, *sessions), whole.actions(values, *sessions))
+        seen.append([part.given[-1] for part in few.parts])
+    assert seen == [[size] * 2 for size in (1, 2, 4, 4, 1, 2, 2, 4)]
+    assert [set(part.given) for part in whole.parts] == [{ROWS}] * 2
+    assert [part.resets for part in few.parts] == [part.resets for part in whole.parts]
+
+
+def test_what_parts_on_rank_0_take_is_timed_with_every_row() -> None:
+    run = InTwo(BatchSizes((1, 2, 4)))
+    assert run.front.shortest_ns(run.hop) > 0
+    warmed = [1, 2]
+    assert run.parts[0].given == [*warmed, *[ROWS] * TIMED_CALLS]
 
 
 def test_a_row_that_no_call_was_made_for_holds_no_older_actions() -> None:

@@ -40,7 +40,7 @@ from ppstream.cuda.driver import CudaStream, DeviceProbe, DriverCall
 from ppstream.ingest.intake import build_intake
 from ppstream.ingest.sources import Source
 from ppstream.ingest.synthetic import SyntheticSource
-from ppstream.launch.device_ranks import sizes_on_gpu
+from ppstream.launch.device_ranks import PreparedPolicy, sizes_at_front, sizes_on_gpu
 from ppstream.links import device_counters
 from ppstream.links.device_counters import CountedLink
 from ppstream.links.device_link import DeviceLink, Headers, device_slots, most_queued, run_ahead
@@ -432,7 +432,9 @@ class DevicePipeline:
         headers = Headers(layout, 2 * most_queued(self.shape), 3)
         (window,) = device_slots(memory, layout, 1)
         took = self._front_ns, {"first": 7}
-        return DeviceFrontParts(self.front_stage, window, headers, 1, *took, self.a)
+        prepared = PreparedPolicy(self._front, is_stateless=True, nodes=1, duration_ns=took[0])
+        sizes = sizes_at_front(self.config, prepared, self.shape)
+        return DeviceFrontParts(self.front_stage, window, headers, 1, *took, self.a, sizes)
 
     def _policy_rank(
         self, rank: int, link: CountedLink, shape: LinkShape, policy: Policy, kernels: int

@@ -93,7 +93,9 @@ class HostWindows:
             self._staged[slot.address] = source
             launch()
         flight.owners = owners_of(self.intake.rows, info.window_end_ns, self._lease_ns)
-        return 0 if self.front is None else self.front.enqueue(flight, slot)
+        if self.front is None:
+            return 0
+        return self.front.enqueue(flight, slot, self.front.rows_for(self.intake.rows))
 
     def settle(self, flight: Flight) -> None:
         info = self._infos[flight.index % len(self._windows)]

@@ -28,10 +28,10 @@ from ppstream.core.waiter import Waiter
 from ppstream.ingest.intake import build_intake
 from ppstream.ingest.sources import Source
 from ppstream.ingest.synthetic import SyntheticSource
-from ppstream.links.headers import link_shape
+from ppstream.links.headers import ENVELOPE_HEADER, link_shape
 from ppstream.links.host import open_host
 from ppstream.links.protocol import Neighbours
-from ppstream.links.slots import BACK, FRONT, new_slots
+from ppstream.links.slots import BACK, FRONT, SlotLayout, new_slots
 from ppstream.observe.log_writer import EnvelopeRecord, PolicyRecord, TimestampLog
 from ppstream.pipeline.credits import CreditLedger
 from ppstream.pipeline.decode import CopyDecoder
@@ -42,11 +42,12 @@ from ppstream.pipeline.loop import Rank0Loop
 from ppstream.pipeline.pacing import Pacing, Saturated
 from ppstream.pipeline.policy_rank_peer import PolicyRankPeer
 from ppstream.pipeline.split_executor import SplitExecutor
-from ppstream.pipeline.stage_a import StageA
+from ppstream.pipeline.stage_a import FrontParts, StageA
 from ppstream.pipeline.stage_b import StageB
 from ppstream.pipeline.stage_c import StageC
 from ppstream.policy.batch_sizes import batch_sizes
-from ppstream.policy.protocol import Decoder
+from ppstream.policy.parts import part_times_of
+from ppstream.policy.protocol import Decoder, Policy
 from ppstream.wire.rank_messages import Drain
 from ppstream.wire.robot_messages import ActionChunk
 
@@ -100,26 +101,31 @@ def patient(config: PipelineConfig) -> PipelineConfig:
 
 
 class PipelineInProcess:
-    """``rank0`` is a loop (or its twin) with ``policy`` behind it; a context manager."""
+    """``rank0`` is a loop (or its twin) with ``policy`` behind it; a context manager.
+
+    ``front`` is at the end of its stage A.
+    """
 
     def __init__(
         self,
         config: PipelineConfig,
-        policy: NewestValues,
+        policy: Policy,
         directory: Path,
         *,
         inline: bool = False,
         decoder: Decoder | None = None,
+        front: Policy | None = None,
     ) -> None:
         config = self.config = patient(config)
-        self.policy = policy
+        self.policy: Any = policy
         self.intake = build_intake(config)
         self.collector = Collector()
         self._stack = ExitStack()
         self._failure: list[BaseException] = []
         self._log_path = directory / "rank0.gen0.jsonl"
         parts = self._parts(decoder or CopyDecoder())
-        shape = link_shape(config, self.intake.cutter.inputs, policy.outputs, 0)
+        leaving = self.intake.cutter.inputs if front is None else front.outputs
+        shape = link_shape(config, leaving, policy.outputs, 0)
         sizes = batch_sizes(config, policy)
         stage_b = StageB(policy, config.batch.rows, sizes=sizes)
         self._thread: threading.Thread | None = None
@@ -129,9 +135,9 @@ class PipelineInProcess:
             self.rank0: Any = Rank0Loop(*parts, executor=twin)
             return
         ours, theirs = socket.socketpair()
-        front, back = Peer(ours), Peer(theirs, expects_fds=True)
+        ours_peer, back = Peer(ours), Peer(theirs, expects_fds=True)
         ends = (
-            open_host(Neighbours.pair(FRONT, front), shape, 5.0),
+            open_host(Neighbours.pair(FRONT, ours_peer), shape, 5.0),
             open_host(Neighbours.pair(BACK, back), shape, 5.0),
         )
         on_host = SplitExecutor if config.threads == "split" else HostExecutor
@@ -142,9 +148,11 @@ class PipelineInProcess:
             assert hops.rouse is not None
             hops.rouse()
 
-        self.executor = on_host(hops._replace(rouse=rouse), (PolicyRankPeer(front, config),))
+        self.executor = on_host(hops._replace(rouse=rouse), (PolicyRankPeer(ours_peer, config),))
         self.rank0 = Rank0Loop(*parts, executor=self.executor)
-        self.front = front
+        if front is not None:
+            self.rank0.stage_a.front = self._front_parts(front)
+        self.front = ours_peer
         self.back_socket = theirs
         log = TimestampLog(
             directory / "rank1.gen0.jsonl", PolicyRecord, 1024, run_id="r", generation=0
@@ -155,7 +163,7 @@ class PipelineInProcess:
         self.policy_loop = loop
         self._thread = threading.Thread(target=self._serve, args=(loop,))
         self._thread.start()
-        closing = (front, back, log, waiter, *ends)
+        closing = (ours_peer, back, log, waiter, *ends)
         for close in (part.close for part in closing):
             self._stack.callback(close)
 
@@ -190,6 +198,14 @@ class PipelineInProcess:
 
     def envelopes(self) -> list[dict[str, Any]]:
         return [line for line in self.lines() if line["kind"] == "envelope"]
+
+    def _front_parts(self, front: Policy) -> FrontParts:
+        rows = self.config.batch.rows
+        (window,) = new_slots(SlotLayout(ENVELOPE_HEADER, self.intake.cutter.inputs, rows), 1)
+        stage = StageB(front, rows, sizes=batch_sizes(self.config, front))
+        parts = FrontParts(stage, window, part_times_of(front))
+        parts.on_fault = self.rank0.report_policy_fault
+        return parts
 
     def _parts(self, decoder: Decoder) -> tuple[Any, ...]:
         config = self.config

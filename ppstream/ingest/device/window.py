@@ -54,6 +54,7 @@ class DeviceWindow:
         rows: B places of robots.
         banks: the memory of their rings, by stream.
         device: where the slots are.
+        is_limited: windows may be queued for the first rows alone.
 
     Raises:
         ConfigError: the frames' memory cannot be page-locked.
@@ -66,11 +67,14 @@ class DeviceWindow:
         rows: Sequence[RowInput],
         banks: Mapping[str, RingBank],
         device: torch.device,
+        *,
+        is_limited: bool = False,
     ) -> None:
         self.inputs = input_specs(config)
         commitment = commitment_shape(config.actions)
         self.rings = DeviceRings(rows, banks, config.reference.name, device, commitment)
-        self._kernels = WindowKernels(config, self.rings, len(rows), device)
+        self._kernels = WindowKernels(config, self.rings, len(rows), device, is_limited=is_limited)
+        self._limits, self._rows = self._kernels.limits, len(rows)
         self._book = WindowBook(config, rows, self.rings.writer.reference)
         self._graphs: dict[int, cuda_rings.Recorded] = {}
         self._done: torch.cuda.Event = _cuda.Event()
@@ -79,7 +83,7 @@ class DeviceWindow:
         self._queued = 0
         self._taken = 0
         self._numbers = self._kernels.records.data
-        self._table = -1  # the newest that a window was found to have used, and what it says
+        self._used = -1, 0  # by the newest window: its table and its limit; and what they say
         self._made_of: TakenWindow
 
     def ingest(self, now_ns: int, ends_ns: Sequence[int | None] | None = None) -> bool:
@@ -120,6 +124,7 @@ class DeviceWindow:
         tensors: Mapping[str, Tensor],
         stream: torch.cuda.Stream,
         launch: Callable[[], None] | None = None,
+        rows: int | None = None,
     ) -> None:
         """Queue the writing of every tensor of ``inputs``, in full, on ``stream``.
 
@@ -127,6 +132,8 @@ class DeviceWindow:
             tensors: of a slot.
             stream: as follows.
             launch: of a graph that holds the slot's; None: that one alone is launched.
+            rows: robots of the first ``rows`` alone are present, whoever comes until it runs; None:
+                of all.
 
         Windows read memory of their own in turn: all calls name one stream, or streams that are
         ordered by other means. The calling thread's device is this one's.
@@ -138,6 +145,8 @@ class DeviceWindow:
             raise ProtocolError(
                 f"{RECORDS} windows are queued, none popped: call pop() for each complete one"
             )
+        if self._limits is not None:
+            self._limits[self._queued % RECORDS] = self._rows if rows is None else rows
         if launch is None:
             key = tensors["rows"].data_ptr()
             if key not in self._graphs:
@@ -156,7 +165,7 @@ class DeviceWindow:
     def pop(self) -> TakenWindow:
         """Returns the contents of the oldest queued window not yet taken; settles the ledgers.
 
-        Windows of one table are made of the same samples: they are given the same object.
+        Windows of one table and limit are made of the same samples: they get the same object.
 
         Raises:
             ProtocolError: it has not run: the envelope's event was not waited for.
@@ -165,9 +174,10 @@ class DeviceWindow:
         if self._numbers[index, 0] != self._taken or self._taken == self._queued:
             raise ProtocolError(f"window {self._taken} is not complete, {self._queued} are queued")
         self._taken += 1
-        if (table := self._numbers[index, 1]) != self._table:
+        limit = self._rows if self._limits is None else int(self._limits[index])
+        if (used := (self._numbers[index, 1], limit)) != self._used:
             words = self._kernels.records[index, cuda_rings.RECORD_WORDS :].tolist()
-            self._table, self._made_of = table, self._book.account(words)
+            self._used, self._made_of = used, self._book.account(words, limit)
         return self._made_of
 
     def statistics(self) -> Statistics:

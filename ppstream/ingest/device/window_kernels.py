@@ -40,17 +40,25 @@ RECORDS: Final = 128  # windows queued and not yet taken at most: more than a li
 class WindowKernels:
     """From ``rings`` to slots, for one run of windows.
 
-    ``records`` is pinned: window k writes what it was made of into row ``k % RECORDS``.
+    ``records`` is pinned: window k writes what it was made of into row ``k % RECORDS``. So is
+    ``limits``, where window k reads how many rows may be present; None: nobody limits them.
 
     Args:
         config: streams, window, groups and actions.
         rings: on the device of the slots.
         rows: B places of robots.
         device: of the rings.
+        is_limited: there are ``limits``.
     """
 
     def __init__(
-        self, config: PipelineConfig, rings: DeviceRings, rows: int, device: torch.device
+        self,
+        config: PipelineConfig,
+        rings: DeviceRings,
+        rows: int,
+        device: torch.device,
+        *,
+        is_limited: bool = False,
     ) -> None:
         self._config, self._rings, self._rows, self._device = config, rings, rows, device
         self._streams = config.streams
@@ -66,6 +74,10 @@ class WindowKernels:
         words = cuda_rings.RECORD_WORDS + rings.writer.told_words
         self._records = torch.full((RECORDS, words), -1, dtype=torch.int64, pin_memory=True)
         self.records: NDArray[np.int64] = self._records.numpy()
+        self.limits: NDArray[np.int64] | None = None
+        if is_limited:
+            limits = torch.full((RECORDS,), rows, dtype=torch.int64, pin_memory=True)
+            self.limits = limits.numpy()
         scales = {group: group_scale(config, group) for group in config.groups}
         self._scales = {
             scale_name(group): scale.to(device).repeat(rows, 1)
@@ -132,6 +144,7 @@ class WindowKernels:
             records=self._records.data_ptr(),
             begun=self._begun.data_ptr(),
             chosen=self._chosen.data_ptr(),
+            limits=0 if self.limits is None else self.limits.ctypes.data,
             table_words=writer.table_words,
             told_words=writer.told_words,
             depth=RECORDS,

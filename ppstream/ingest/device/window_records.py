@@ -51,14 +51,18 @@ class WindowBook:
         self._reference_at = self._streams_at[reference]
         self._span_ns = (config.window.steps - 1) * round(config.window.dt_ms * NS_PER_MS)
 
-    def account(self, words: list[int]) -> TakenWindow:
-        """Returns what the window with this table used; settles the rings' ledgers."""
+    def account(self, words: list[int], limit: int | None = None) -> TakenWindow:
+        """Returns what the window with this table used; settles the rings' ledgers.
+
+        Robots of the first ``limit`` rows alone are present in it; None: of all.
+        """
+        limit = self._rows if limit is None else limit
         ends: list[int | None] = []  # None: the row was absent
         episodes, received_ns = [], []
         for row in range(self._rows):
             session, session_epoch, end_ns, rx_ns, *_ = _numbers(words, 0, row, ROW_WORDS)
             _, count, newest_ns = _numbers(words, self._reference_at, row, RING_WORDS)
-            if session == 0 or count == 0:
+            if session == 0 or count == 0 or row >= limit:
                 ends.append(None)
             else:
                 ends.append(newest_ns if end_ns == NEWEST else end_ns)

@@ -145,11 +145,11 @@ class DeviceExecutor:
         loop.on_phase.append(self._on_phase)
         end_timeouts_on_time()
 
-    def _none_underway(self, first: int) -> InFlight:
+    def _none_underway(self, first: int, early_ns: int = 0) -> InFlight:
         """Nothing is under way, and ``first`` is the next envelope."""
         a_spins = self._is_fresh and self.link.spins
         ledger, clock, marks = self._loop.credits, self._parts.clock, self._queueing.marks
-        return InFlight(ledger, clock, marks, a_spins=a_spins, first=first)
+        return InFlight(ledger, clock, marks, a_spins=a_spins, first=first, early_ns=early_ns)
 
     def _on_phase(self, phase: str) -> None:
         if isinstance(self._queueing, StampedQueueing) and self._queueing.prepare():
@@ -458,7 +458,7 @@ class DeviceExecutor:
         first = self._loop.started
         self._replicas.line_up(first)
         self._queueing.line_up()
-        self._underway = self._none_underway(first)
+        self._underway = self._none_underway(first, self._underway.early_ns)
         self._is_lined_up = True
 
     # ---- standalone stage times -----------------------------------------------------------------

@@ -169,6 +169,7 @@ class InFlight:
         marks: of each slot, which come again; more slots than envelopes are ever under way.
         a_spins: A's stream sees a credit by itself, sooner than the receipt's event comes.
         first: envelope of the run that comes next; those before it are finished.
+        early_ns: as the attribute.
 
     Attributes:
         early_ns: how long before its credit should come a stage A may be queued.
@@ -182,6 +183,7 @@ class InFlight:
         *,
         a_spins: bool = False,
         first: int = 0,
+        early_ns: int = 0,
     ) -> None:
         self._clock = clock
         self._a_spins = a_spins
@@ -198,7 +200,7 @@ class InFlight:
         self._committed = self._received = first  # moves of theirs that are known
         self._committed_ns = self._received_ns = 0  # the newest of these
         self._rhythm = CompletionEstimate()
-        self.early_ns = 0
+        self.early_ns = early_ns
 
     def __len__(self) -> int:
         return self._queued - self._finished

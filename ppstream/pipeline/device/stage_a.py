@@ -19,16 +19,18 @@ from ppstream.policy.compiled import compiled_parts
 from ppstream.policy.unwritten import failure
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from ppstream.config.schema import PipelineConfig
     from ppstream.cuda.driver import CudaStream
     from ppstream.cuda.linear_graph import GraphPart
     from ppstream.ingest.device.window_records import TakenWindow
     from ppstream.ingest.intake import Intake
+    from ppstream.ingest.rows import RowInput
     from ppstream.links.device_link import DeviceSlot, Headers
     from ppstream.pipeline.device.stage_b import DeviceStageB
     from ppstream.pipeline.flight import Flight
+    from ppstream.policy.batch_sizes import BatchSizes
 
 
 class DeviceStageA(Protocol):
@@ -83,15 +85,21 @@ class DeviceFrontParts:
     """The parts of a policy at place 0 on a GPU: from the window to the tensors of an envelope.
 
     They are queued on the stream that the window was queued on, so one window serves all envelopes.
+    The host chooses the size of an envelope's batch when it queues the window, which then leaves
+    out whoever comes behind these rows before it runs: such a robot is in the next one.
 
     Args:
         stage: queues them.
         window: a slot of this process alone, for what they read.
         headers: of as many windows as can be queued.
-        nodes: kernels, copies and memsets of a call; None: not known.
-        duration_ns: of a call, usually.
+        nodes: kernels, copies and memsets of a call with all rows; None: not known.
+        duration_ns: of such a call, usually.
         parts_ns: of each part, alone.
         stream: stage A's.
+        sizes: of batches; None: the whole one alone.
+
+    Attributes:
+        smaller: sizes besides the whole batch.
     """
 
     def __init__(
@@ -103,6 +111,7 @@ class DeviceFrontParts:
         duration_ns: int,
         parts_ns: Mapping[str, int],
         stream: CudaStream,
+        sizes: BatchSizes | None = None,
     ) -> None:
         self.window = window
         self.compiled_parts = compiled_parts(stage)
@@ -110,20 +119,29 @@ class DeviceFrontParts:
         self.on_fault: Callable[[Flight, BaseException], None]  # set before the first run
         self._stage, self._headers, self._stream = stage, headers, stream
         self._parts_ns = parts_ns
+        self._sizes = sizes
+        self.smaller = () if sizes is None else sizes.smaller
 
     def prepare(self, slots: Sequence[DeviceSlot]) -> None:
         """Run on every slot, before anything waits: the parts load, allocate, record."""
         for _ in range(2):
             for slot in slots:
-                self._stage(self.window, slot)
+                for rows in (None, *self.smaller):  # the whole batch first: the most memory
+                    self._stage(self.window, slot, rows)
             torch.cuda.synchronize()
 
-    def enqueue(self, flight: Flight, slot: DeviceSlot) -> int:
-        """As ``DeviceStageA.enqueue``, behind the window."""
+    def rows_for(self, rows: Iterable[RowInput]) -> int | None:
+        """Returns the smallest size that holds the robots that are there now; None: all rows."""
+        if self._sizes is None:
+            return None
+        return self._sizes.rows_for(bytes(row.present for row in rows))
+
+    def enqueue(self, flight: Flight, slot: DeviceSlot, rows: int | None) -> int:
+        """As ``DeviceStageA.enqueue``, behind the window, on its first ``rows``."""
         numbers = EnvelopeStatus(flight.epoch, flight.seq)
         self._stream.copy(self.window.address, *self._headers.write(flight.index, numbers))
         try:
-            self._stage(self.window, slot)
+            self._stage(self.window, slot, rows)
         except BaseException as error:  # noqa: BLE001 - user code: one envelope fails, the run goes on
             self.on_fault(flight, error)
             return failure(error)
@@ -178,7 +196,13 @@ class RingWindows:
         if intake is self._intake:
             return
         self._intake = intake
-        self._window = DeviceWindow(self._config, intake.rows, intake.banks, self._device)
+        self._window = DeviceWindow(
+            self._config,
+            intake.rows,
+            intake.banks,
+            self._device,
+            is_limited=self.front is not None and bool(self.front.smaller),
+        )
         for slot in self._windows:
             self._window.prepare(slot.tensors)
 
@@ -211,8 +235,9 @@ class RingWindows:
             self._window.ingest(now_ns(), ends_ns)
         front = self.front
         tensors = (slot if front is None else front.window).tensors
-        self._window.enqueue(tensors, self._stream, launch)
-        return 0 if front is None else front.enqueue(flight, slot)
+        rows = None if front is None else front.rows_for(self.intake.rows)
+        self._window.enqueue(tensors, self._stream, launch, rows)
+        return 0 if front is None else front.enqueue(flight, slot, rows)
 
     def settle(self, flight: Flight) -> None:
         taken = self._window.pop()

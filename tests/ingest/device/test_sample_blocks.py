@@ -24,6 +24,7 @@ from ppstream.ingest.device.sample_blocks import (
 )
 from ppstream.ingest.device.window_records import WindowBook
 from ppstream.ingest.rows import Commitment
+from ppstream.ingest.window import WindowInfo
 
 torch.set_num_threads(1)
 
@@ -295,6 +296,23 @@ def test_a_window_of_an_episode_that_is_over_books_nothing_of_the_next() -> None
     assert taken.present == [True, False]
     assert taken.info.input_age_ns == {"q": [0, None]}
     assert case.rows[0].reference.ledger.in_flight == 1
+    case.check()
+
+
+def test_a_window_leaves_out_who_is_behind_its_limit_and_a_later_one_books_it() -> None:
+    case = open_case(stream("q", dim=1), rows=3)
+    twin, book = Twin(case), WindowBook(case.config, case.rows, 0)
+    for row in (0, 2):
+        push(case, "q", 10, 20, row=row, rx_ns=5 + row)
+    twin.ingest()
+    words = twin.table.tolist()
+    few, all_of_them = book.account(words, 2), book.account(words, 3)
+    assert few.present == [True, False, False]
+    assert few.info == WindowInfo([20 * MS, 0, 0], 5, {"q": [0, None, None]})
+    assert few.episodes == all_of_them.episodes  # whose rows they are is told all the same
+    assert all_of_them.present == [True, False, True]
+    assert all_of_them.info.newest_rx_ns == 7
+    assert case.rows[2].reference.ledger.in_flight == 0
     case.check()
 
 

@@ -17,15 +17,19 @@ from robot_rig import wait_until
 
 from ppstream.analysis.judge import judge
 from ppstream.analysis.log_reader import read_run
-from ppstream.core.clock import now_ns
+from ppstream.core.clock import NS_PER_MS, now_ns
 from ppstream.core.errors import PeerLostError
 from ppstream.ingest.synthetic import SyntheticSource
 from ppstream.links.device_link import AHEAD
+from ppstream.links.device_replicas import DeviceReplicas
+from ppstream.links.slots import INDEX
 from ppstream.pipeline.bringup import time_isolated_stages
+from ppstream.pipeline.device import executor
 from ppstream.pipeline.pacing import Saturated
 
 LIMIT_S = 60.0
 RUN = 30
+MANY = 1500  # kernels of a stage that is not queued ahead
 
 
 class Named(NewestValues):
@@ -257,6 +261,37 @@ def test_the_others_go_on_without_a_lost_replica(
         assert {(before["replica"] + n) % replicas + 1 for n in range(steps)} <= {lost}
     assert [(line["rank"], line["left"]) for line in told] == [(lost, replicas - 1)]
     assert pipeline.let_go == [lost]
+
+
+def test_a_long_stage_a_awaits_its_credit_behind_a_loss_as_before_it(
+    build: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(executor, "EARLY_NS", 5 * NS_PER_MS)
+    settings = ("placement.replicas_min=1", "pipeline.d_in=2", "pipeline.d_out=2")
+    awaited: list[int] = []
+    with build(2, *settings, a_kernels=MANY) as pipeline:
+        begin, link = pipeline.executor.begin, pipeline.executor.link
+        assert isinstance(link, DeviceReplicas)
+        behind: list[int] = []  # envelopes begun behind the loss
+
+        def watched(flight: Any, ends_ns: Any) -> None:
+            if pipeline.let_go:
+                behind.append(flight.index)
+                giver = flight.index - 2
+                header = link.into[giver % len(link.into)].header
+                if giver in behind and header[INDEX] != link.turn(giver).at:
+                    awaited.append(giver)
+            begin(flight, ends_ns)
+
+        pipeline.executor.begin = watched  # type: ignore[method-assign]
+        pause = threading.Event()
+        for policy in pipeline.policies:
+            policy.act = lambda call: pause.wait(0.01)
+        vanish(pipeline, 2, 4)
+        pipeline.saturate()
+        pipeline.rank0.run(2 * RUN)
+    assert pipeline.let_go == [2]
+    assert awaited
 
 
 def test_one_after_the_other_may_be_lost_down_to_the_fewest(build: Build) -> None:

@@ -5,25 +5,42 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from fake_cuda import FakeDriver
 from pipeline_in_process import small_config
 
+from ppstream.cuda import driver
+from ppstream.cuda.driver import CudaStream
 from ppstream.ingest.device.window_records import TakenWindow
+from ppstream.ingest.intake import build_intake
 from ppstream.ingest.window import WindowInfo
+from ppstream.links.device_link import Headers, device_slots
+from ppstream.links.headers import ENVELOPE_HEADER
+from ppstream.links.slots import SlotLayout
 from ppstream.observe.log_writer import EnvelopeRecord
 from ppstream.pipeline.device import stage_a
-from ppstream.pipeline.device.stage_a import RingWindows
+from ppstream.pipeline.device.stage_a import DeviceFrontParts, RingWindows
 from ppstream.pipeline.flight import Flight, Owner
+from ppstream.policy.batch_sizes import BatchSizes
 
 LEASE = 60_000_000_000
 
 
 class Windows:
-    """Complete ones, one after the other."""
+    """Complete ones, one after the other; keeps for how many rows each was queued."""
 
-    def __init__(self, *taken: TakenWindow) -> None:
+    def __init__(self, *taken: TakenWindow, is_limited: bool = False) -> None:
         self._taken = list(taken)
+        self.is_limited = is_limited
+        self.queued: list[int | None] = []
+
+    def prepare(self, tensors: Any) -> None:
+        """Nothing is recorded."""
+
+    def enqueue(self, tensors: Any, stream: Any, launch: Any, rows: int | None) -> None:
+        self.queued.append(rows)
 
     def pop(self) -> TakenWindow:
         return self._taken.pop(0)
@@ -39,7 +56,7 @@ def settle(monkeypatch: pytest.MonkeyPatch) -> Any:
     def settle(*windows: TakenWindow) -> list[Flight]:
         config = small_config("batch.rows=2")
         stage: Any = RingWindows(config, (), torch.device("cpu"), None)  # type: ignore[arg-type]
-        monkeypatch.setattr(stage_a, "DeviceWindow", lambda *_: Windows(*windows))
+        monkeypatch.setattr(stage_a, "DeviceWindow", lambda *_, **more: Windows(*windows, **more))
         stage.intake = SimpleNamespace(rows=(), banks={})
         flights = [Flight(n, 0, n, EnvelopeRecord()) for n in range(len(windows))]
         for flight in flights:
@@ -69,3 +86,89 @@ def test_windows_of_one_table_share_what_is_known_and_others_do_not(settle: Any)
     assert second.record.window_end_ns == [100, 0]
     assert third.owners[0] == Owner(True, (7, 1), 120, 120 + LEASE, 60)
     assert third.record.window_end_ns == [120, 0]
+
+
+ROWS = 4
+
+
+class Front:
+    """Keeps with how many rows it is called; in place of a ``DeviceStageB``."""
+
+    def __init__(self) -> None:
+        self.given: list[int | None] = []
+
+    def __call__(self, envelope: Any, result: Any, rows: int | None = None) -> None:
+        self.given.append(rows)
+
+
+@pytest.fixture
+def in_front(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Makes stage A with front parts of these sizes; returns it, the parts' calls, the windows."""
+    fake = FakeDriver()
+    monkeypatch.setattr(driver, "driver", lambda: fake)
+    monkeypatch.setattr("torch.cuda.synchronize", lambda device=None: None)
+    made: list[Windows] = []
+    kept: list[Any] = []  # what streams copy to and from, while they do
+
+    def window(*_: Any, **more: Any) -> Windows:
+        made.append(Windows(**more))
+        return made[-1]
+
+    def make(sizes: BatchSizes | None) -> tuple[Any, Front, list[Windows], Any]:
+        config = small_config(f"batch.rows={ROWS}")
+        intake = build_intake(config)
+        layout = SlotLayout(ENVELOPE_HEADER, intake.cutter.inputs, ROWS)
+        memory = torch.zeros(3 * layout.slot_bytes, dtype=torch.uint8)
+        own, *slots = device_slots(memory, layout, 3)
+        stage: Any = Front()
+        headers = Headers(layout, len(slots), 0)
+        front = DeviceFrontParts(stage, own, headers, None, 0, {}, CudaStream(), sizes)
+        front.prepare(slots)
+        ring_windows: Any = RingWindows(config, slots, torch.device("cpu"), None, front)  # type: ignore[arg-type]
+        ring_windows.intake = intake
+        kept.append(ring_windows)
+        return ring_windows, stage, made, slots[0]
+
+    monkeypatch.setattr(stage_a, "DeviceWindow", window)
+    yield make
+    fake.close()
+
+
+def come(row: Any, session: int) -> None:
+    """A robot takes the row, and its first samples arrive."""
+    row.open(session)
+    for ring in row.rings.values():
+        ring.append(np.array([1]), np.zeros((1, ring.stream.dim), np.float32), 1)
+
+
+def test_a_window_and_the_parts_behind_it_have_rows_for_the_robots_that_are_there(
+    in_front: Any,
+) -> None:
+    stage, parts, (window,), slot = in_front(BatchSizes((1, 2, 4)))
+    assert parts.given == [None, 1, 2] * 2 * 2  # each size on each slot, twice, while warming
+    parts.given.clear()
+    rows, flight = stage.intake.rows, Flight(0, 0, 0, EnvelopeRecord())
+    newest = (None,) * ROWS
+    for act in (
+        lambda: come(rows[0], 1),
+        lambda: rows[1].open(2),  # not there before it has sent something
+        lambda: rows[1].close(),
+        lambda: come(rows[1], 3),
+        lambda: come(rows[3], 4),
+        lambda: rows[3].close(),
+        lambda: rows[1].new_episode(),
+    ):
+        act()
+        stage.enqueue(flight, slot, newest)
+    assert parts.given == [1, 1, 1, 2, None, 2, 1]
+    assert window.queued == parts.given  # so nobody is in a window whom they do not compute
+    assert window.is_limited
+
+
+def test_parts_of_one_size_leave_their_windows_to_whoever_comes(in_front: Any) -> None:
+    stage, parts, (window,), slot = in_front(None)
+    come(stage.intake.rows[0], 1)
+    stage.enqueue(Flight(0, 0, 0, EnvelopeRecord()), slot, (None,) * ROWS)
+    assert set(parts.given) == {None}
+    assert window.queued == [None]
+    assert not window.is_limited
