@@ -176,19 +176,22 @@ def _fork_server() -> ForkServerContext:
 def _server_finds_imports() -> Iterator[None]:
     """The server, which the first process starts, looks where this one does; torch asks it once.
 
-    Threads that start processes take turns: each leaves the environment as it was.
+    It inherits what the C library keeps; ``os.environ`` stays, which other threads read meanwhile.
     """
+    path = os.pathsep.join(filter(None, sys.path))
+    given = {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, **ROOM}
     with _starting:
-        before = dict(os.environ)
-        path = os.pathsep.join(filter(None, sys.path))
-        os.environ |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-        os.environ |= ROOM
-        os.environ.pop(MARK, None)  # it belongs to no drill, and outlives each
+        for name, value in given.items():
+            os.putenv(name, value)
+        os.unsetenv(MARK)  # it belongs to no drill, and outlives each
         try:
             yield
         finally:
-            os.environ.clear()
-            os.environ.update(before)
+            for name in (*given, MARK):
+                if name in os.environ:
+                    os.putenv(name, os.environ[name])
+                else:
+                    os.unsetenv(name)
 
 
 def _run(
