@@ -1,8 +1,7 @@
-"""Data sets made by ``ppstream resample`` of small recordings, in processes of their own."""
+"""Data sets made by ``ppstream resample`` of small recordings."""
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -45,17 +44,6 @@ def command(config_file: Path, out: Path, *words: str | Path) -> list[str]:
     code = "from ppstream.data.cli import main; raise SystemExit(main())"
     options = ("--config", config_file, "--out", out, "--jobs", "1")
     return [sys.executable, "-c", code, *map(str, (*options, *words))]
-
-
-def resampled(config_file: Path, out: Path, *words: str | Path) -> Any:
-    """The finished process."""
-    return subprocess.run(
-        command(config_file, out, *words),
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
-    )
 
 
 def make(run: Path, out: Path, *words: str | Path) -> int:
