@@ -25,10 +25,10 @@ from camera_files import (
 from recording_files import S, Samples, picture, with_camera, write_images
 from resample_runs import (
     LIMIT_S,
-    command,
     frames_in,
     make,
     settings,
+    started,
     write_config,
     write_recording,
 )
@@ -276,6 +276,7 @@ def same_files(one: Path, other: Path, names: str = "*") -> None:
         assert file.read_bytes() == (other / file.relative_to(one)).read_bytes(), file
 
 
+@pytest.mark.multirank
 @pytest.mark.parametrize("form", ["lerobot-v3", "safetensors"])
 def test_killed_while_it_writes_frames_a_job_goes_on_bit_for_bit(form: str, tmp_path: Path) -> None:
     size = (240, 320)
@@ -289,12 +290,12 @@ def test_killed_while_it_writes_frames_a_job_goes_on_bit_for_bit(form: str, tmp_
     run = write_config(tmp_path, config(arm(), camera("top", "/top", size), steps=2, dt_ms=20))
     words = (path, "--format", form)
     out = tmp_path / "out"
-    killed = subprocess.Popen(command(run, out, *words), stderr=subprocess.PIPE)
+    killed = started(run, out, *words)
     try:
         wait_until(lambda: [*(out / ".resample").glob("000000.*.tmp")])
     finally:
-        killed.send_signal(signal.SIGKILL)
-        killed.communicate()
+        killed.kill()
+        killed.wait()
     assert killed.returncode == -signal.SIGKILL
     assert not (out / ".resample" / "000000.json").exists()
     assert make(run, out, *words) == 0
