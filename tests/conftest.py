@@ -9,8 +9,12 @@ import pytest
 
 os.environ["OMP_NUM_THREADS"] = "1"  # torch asks once; tests run beside each other
 os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # no pool of interpreters beside a compiler
+# What it prepares before its first kernel costs ten seconds, and serves kernels to come.
+os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "0"
+os.environ["TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS"] = "0"
 # A shell that starts them with & has them ignore Ctrl-C, and so would all that they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+gc.disable()  # until all is collected: imports make objects that stay, and each pass looks at all
 
 
 @pytest.fixture(params=["tcp", "unix"])
@@ -31,3 +35,4 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     """Takes what was imported out of the garbage collector's sight."""
     gc.freeze()
+    gc.enable()

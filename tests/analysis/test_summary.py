@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -37,73 +38,85 @@ def machine(**fields: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("golden", "says"),
+    ("make", "says"),
     [
         (
-            simulate(),
+            simulate,
             "This pipeline may drive your robot: it gives 100.0 chunks/s, and the policy rank sets "
             "that pace (busy 100% of the time); for more, make the policy faster or cut it over "
             "more ranks.",
         ),
         (
-            served(simulate(), period_ms=40),
+            lambda: served(simulate(), period_ms=40),
             "This pipeline may drive your robot: it gives 100.0 chunks/s, and in service its "
             "robots asked for 25.0; there is nothing to do.",
         ),
-        (simulate(stages(c=20), PipelineForm("split")), "rank 0 sets that pace (busy 100%"),
-        (simulate(form=PipelineForm(d_in=1)), "; for 50% more, set pipeline.d_in to 2."),
+        (lambda: simulate(stages(c=20), PipelineForm("split")), "rank 0 sets that pace (busy 100%"),
+        (lambda: simulate(form=PipelineForm(d_in=1)), "; for 50% more, set pipeline.d_in to 2."),
         (
-            simulate(chain(8, 10, 6), PipelineForm("split", d_in=4)),
+            lambda: simulate(chain(8, 10, 6), PipelineForm("split", d_in=4)),
             "and place 2 (part_2 on cpu) sets that pace",
         ),
         (
-            serialized(),
+            serialized,
             "This pipeline may not drive a robot yet: its ranks work too little at the same time "
             "(LOW_OVERLAP); first see in the report what holds them up, or accept it with "
             "bringup.accept if 50.0 chunks/s are enough for you.",
         ),
         (
-            serialized().tell(machine()),
+            lambda: serialized().tell(machine()),
             "first free the machine (load 9.5 on 2 CPUs), then see in the report what holds them",
         ),
-        (simulate(stages(b=200)).tell(machine()), "(NOTHING_TO_HIDE); first free the machine ("),
-        (serialized().tell(machine(others_cpus=0.1)), "; first see in the report"),
         (
-            serialized().set("config.bringup", {"accept": ["LOW_OVERLAP"]}),
+            lambda: simulate(stages(b=200)).tell(machine()),
+            "(NOTHING_TO_HIDE); first free the machine (",
+        ),
+        (lambda: serialized().tell(machine(others_cpus=0.1)), "; first see in the report"),
+        (
+            lambda: serialized().set("config.bringup", {"accept": ["LOW_OVERLAP"]}),
             "Its ranks work too little at the same time (LOW_OVERLAP). bringup.accept permits that"
             ", so it serves robots all the same: it gives 50.0 chunks/s, and its stages run in turn"
             "; for more, see in the report what each stage waits for.",
         ),
-        (simulate(n=60).tell(machine()), "(TOO_FEW); first free the machine (load 9.5 on 2 CPUs)"),
-        (simulate(n=60), "Nobody can tell yet whether this pipeline may drive a robot: too few"),
-        (inline(), "from one process, and no gate has judged it: all stages run in turn and give"),
         (
-            simulate().put(at=slice(200, 201), outstanding_max=9),
+            lambda: simulate(n=60).tell(machine()),
+            "(TOO_FEW); first free the machine (load 9.5 on 2 CPUs)",
+        ),
+        (
+            lambda: simulate(n=60),
+            "Nobody can tell yet whether this pipeline may drive a robot: too few",
+        ),
+        (
+            inline,
+            "from one process, and no gate has judged it: all stages run in turn and give",
+        ),
+        (
+            lambda: simulate().put(at=slice(200, 201), outstanding_max=9),
             "Do not drive a robot with this pipeline: a queue held more than its bound (QUEUE_BOUN",
         ),
     ],
 )
 def test_sentence_says_whether_to_drive_what_limits_and_what_to_do(
-    golden: GoldenRun, says: str
+    make: Callable[[], GoldenRun], says: str
 ) -> None:
-    assert says in judged(golden).sentence
+    assert says in judged(make()).sentence
 
 
 @pytest.mark.parametrize(
-    ("golden", "begins"),
+    ("make", "begins"),
     [
-        (simulate(), "PASS: This pipeline may drive your robot: it"),
-        (serialized(), "FAIL: This pipeline may not drive a robot yet: its"),
+        (simulate, "PASS: This pipeline may drive your robot: it"),
+        (serialized, "FAIL: This pipeline may not drive a robot yet: its"),
         (
-            serialized().set("config.bringup", {"accept": ["LOW_OVERLAP"]}),
+            lambda: serialized().set("config.bringup", {"accept": ["LOW_OVERLAP"]}),
             "FAIL, accepted: Its ranks work too little at the same time (LOW_OVERLAP). bringup.ac",
         ),
     ],
 )
 def test_headline_of_log_and_report_is_one_and_agrees_with_the_verdict(
-    golden: GoldenRun, begins: str
+    make: Callable[[], GoldenRun], begins: str
 ) -> None:
-    report = judged(golden)
+    report = judged(make())
     assert report.headline.startswith(begins)
     first = " ".join(line.text for line in lines_of(report)[1:5])
     assert first.startswith(report.headline[:90])

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from bench.peers_environments import Unavailable, python_with
 from camera_files import two_cameras, write_cameras
-from resample_runs import resampled, settings, write_config, write_recording
+from resample_runs import make, settings, write_config, write_recording
 
 from ppstream.data.cutting import BatchCutter
 from ppstream.data.episode import Cut, episodes_of
@@ -37,8 +37,7 @@ def recordings(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 def made(folder: Path, recordings: list[Path], content: str) -> Path:
     run = write_config(folder, settings())
     words = (*recordings, "--content", content, "--task", "pick the cube")
-    done = resampled(run, folder / "out", *words)
-    assert done.returncode == 0, done.stderr
+    assert make(run, folder / "out", *words) == 0
     return folder / "out"
 
 
@@ -121,8 +120,7 @@ def test_images_are_the_frames_of_the_windows(python: str, tmp_path: Path) -> No
     seen = str(*vision.parents[1].glob("lib/python*/site-packages"))
     inputs = [tmp_path / "a.mcap", tmp_path / "b.mcap"]
     frames = [write_cameras(path, number) for number, path in enumerate(inputs)]
-    done = resampled(write_config(tmp_path, two_cameras()), tmp_path / "out", *inputs)
-    assert done.returncode == 0, done.stderr
+    assert make(write_config(tmp_path, two_cameras()), tmp_path / "out", *inputs) == 0
     facts, items = read(python, tmp_path / "out", 1, PYTHONPATH=seen)
     cameras = ["observation.images.top", "observation.images.wrist"]
     assert facts["policy"] == [*cameras, "observation.state"]

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from camera_files import CameraFile, arm, camera, two_cameras, write_cameras
 from recording_files import S, picture
-from resample_runs import make, resampled, settings, write_config, write_recording
+from resample_runs import LIMIT_S, make, settings, write_config, write_recording
 from stream_cases import MS, config
 
 from ppstream.core.errors import ExitCode
@@ -75,7 +76,12 @@ def told(text: str) -> str:
     ("form", "jobs"), [("lerobot-v3", "1"), ("safetensors", "1"), ("safetensors", "2")]
 )
 def test_a_disk_that_is_full_before_the_last_part(
-    form: str, jobs: str, disk: Path, recordings: list[Path], tmp_path: Path
+    form: str,
+    jobs: str,
+    disk: Path,
+    recordings: list[Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     run = write_config(tmp_path, settings())
     words = (*recordings, "--format", form, "--on-error", "skip")
@@ -84,22 +90,23 @@ def test_a_disk_that_is_full_before_the_last_part(
     (part,) = (tmp_path / "first" / ".resample").glob("000000.[ps]*")
     out = disk / "out"
     ballast = fill(disk, part.stat().st_size * 5 // 2)
-    done = resampled(run, out, *words, "--jobs", jobs)
-    said = told(done.stderr)
-    assert done.returncode == ExitCode.CONFIG, "no input is at fault, so none is skipped"
+    capsys.readouterr()
+    code = make(run, out, *words, "--jobs", jobs)
+    assert code == ExitCode.CONFIG, "no input is at fault, so none is skipped"
+    said = told(capsys.readouterr().err)
     assert said.startswith(f"resample: {out}: the disk is full: ")
     assert "inputs are written, and stay; free space, and the same command goes on" in said
     kept = {f.name: f.stat().st_mtime_ns for f in (out / ".resample").glob("0*.[ps]*")}
     assert 0 < len(kept) < COUNT
     ballast.unlink()
-    again = resampled(run, out, *words)
-    assert again.returncode == 0, again.stderr
-    assert len(again.stderr.splitlines()) == COUNT - len(kept), "what was written is not done again"
+    assert make(run, out, *words) == 0
+    again = capsys.readouterr().err.splitlines()
+    assert len(again) == COUNT - len(kept), "what was written is not done again"
     assert files_of(out) == files_of(tmp_path / "expected")
 
 
 def test_a_disk_that_is_full_while_parts_are_merged(
-    disk: Path, recordings: list[Path], tmp_path: Path
+    disk: Path, recordings: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = write_config(tmp_path, settings())
     assert make(run, tmp_path / "expected", *recordings) == 0
@@ -109,17 +116,26 @@ def test_a_disk_that_is_full_while_parts_are_merged(
     for file in (tmp_path / "other" / ".resample").glob("00000[13].*"):
         shutil.copy2(file, out / ".resample")
     ballast = fill(disk, 50_000)
-    done = resampled(run, out, *recordings)
-    said = told(done.stderr)
-    assert done.returncode == ExitCode.CONFIG
+    capsys.readouterr()
+    assert make(run, out, *recordings) == ExitCode.CONFIG
+    said = told(capsys.readouterr().err)
     assert f"{out}: the disk is full: 4" in said, "what the merge had written is given back"
     assert f"all {COUNT} inputs are written" in said
     assert "merging them needs about" in said
     assert [one.name for one in out.iterdir()] == [".resample"], "no half data set"
     ballast.unlink()
-    again = resampled(run, out, *recordings)
-    assert (again.returncode, again.stderr) == (0, "")
+    assert make(run, out, *recordings) == 0
+    assert capsys.readouterr().err == ""
     assert files_of(out) == files_of(tmp_path / "expected")
+
+
+BOTH_FORMS = """
+import sys
+from ppstream.data import cli
+
+for form in ("lerobot-v3", "safetensors"):
+    print(cli.main([*sys.argv[1:], "--out", form, "--format", form]))
+"""
 
 
 def test_a_full_disk_under_frames_ends_no_process(disk: Path, tmp_path: Path) -> None:
@@ -131,12 +147,12 @@ def test_a_full_disk_under_frames_ends_no_process(disk: Path, tmp_path: Path) ->
             file.image("/top", stamp_ns, picture(*size, number), size=size)
     run = write_config(tmp_path, config(arm(), camera("top", "/top", size), steps=2, dt_ms=20))
     fill(disk, 3_500_000)
-    for form in FORMS:
-        out = disk / form
-        done = resampled(run, out, path, "--format", form)
-        assert done.returncode == ExitCode.CONFIG, done.stderr
-        assert f"{out}: the disk is full: 3.3 MiB free" in told(done.stderr)
-        assert not [*(out / ".resample").glob("0*.[ps]*")]
+    command = [sys.executable, "-c", BOTH_FORMS, "--config", run, "--jobs", "1", path]
+    done = subprocess.run(command, cwd=disk, capture_output=True, text=True, timeout=LIMIT_S)
+    assert done.stdout.split() == [str(int(ExitCode.CONFIG))] * 2, done.stderr
+    for form, said in zip(FORMS, done.stderr.splitlines(), strict=True):
+        assert said.startswith(f"resample: {form}: the disk is full: 3.3 MiB free")
+        assert not [*(disk / form / ".resample").glob("0*.[ps]*")]
 
 
 def test_a_full_disk_under_a_cache_is_one_error(disk: Path, tmp_path: Path) -> None:
@@ -150,14 +166,13 @@ def test_a_full_disk_under_a_cache_is_one_error(disk: Path, tmp_path: Path) -> N
 
 
 def test_a_disk_that_is_full_at_the_start_is_one_error(
-    disk: Path, recordings: list[Path], tmp_path: Path
+    disk: Path, recordings: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = write_config(tmp_path, settings())
     fill(disk, 0)
-    done = resampled(run, disk / "out", *recordings)
-    assert done.returncode == ExitCode.CONFIG
-    assert f"{disk / 'out'}: cannot be written: No space left on device" in done.stderr
-    assert "Traceback" not in done.stderr
+    assert make(run, disk / "out", *recordings) == ExitCode.CONFIG
+    said = capsys.readouterr().err
+    assert f"{disk / 'out'}: cannot be written: No space left on device" in said
 
 
 def test_other_errors_are_told_with_their_reason(tmp_path: Path) -> None:

@@ -24,11 +24,11 @@ from camera_files import (
 )
 from recording_files import S, Samples, picture, with_camera, write_images
 from resample_runs import (
-    command,
+    LIMIT_S,
     frames_in,
     make,
-    resampled,
     settings,
+    started,
     write_config,
     write_recording,
 )
@@ -232,21 +232,24 @@ def test_lerobot_s_images_are_the_newest_frames_and_jpegs_as_they_were(
     assert jpegs <= {saved(picture(HEIGHT, WIDTH, number)) for number in range(200)}
 
 
+def test_worker_processes_change_no_byte_of_frames(cameras: Cameras, tmp_path: Path) -> None:
+    assert make(cameras.run, tmp_path / "one", *cameras.inputs) == 0
+    assert make(cameras.run, tmp_path / "two", *cameras.inputs, "--jobs", "2") == 0
+    same_files(tmp_path / "one", tmp_path / "two")
+
+
 @pytest.mark.parametrize("form", ["lerobot-v3", "safetensors"])
-def test_workers_and_small_chunks_change_no_byte_of_frames(
+def test_small_chunks_change_no_byte_of_frames(
     form: str, cameras: Cameras, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = (*cameras.inputs, "--format", form)
     assert make(cameras.run, tmp_path / "one", *words) == 0
-    done = resampled(cameras.run, tmp_path / "two", *words, "--jobs", "2")
-    assert done.returncode == 0, done.stderr
-    same_files(tmp_path / "one", tmp_path / "two")
     monkeypatch.setattr("ppstream.data.outputs.FRAMES_BYTES", 4000)
-    assert make(cameras.run, tmp_path / "three", *words) == 0
+    assert make(cameras.run, tmp_path / "two", *words) == 0
     if form == "lerobot-v3":
-        assert frames_in(tmp_path / "one") == frames_in(tmp_path / "three")
+        assert frames_in(tmp_path / "one") == frames_in(tmp_path / "two")
     else:
-        same_files(tmp_path / "one", tmp_path / "three", "0*.safetensors")
+        same_files(tmp_path / "one", tmp_path / "two", "0*.safetensors")
 
 
 @pytest.mark.parametrize("name", ["run.bag", "bag"])
@@ -273,6 +276,7 @@ def same_files(one: Path, other: Path, names: str = "*") -> None:
         assert file.read_bytes() == (other / file.relative_to(one)).read_bytes(), file
 
 
+@pytest.mark.multirank
 @pytest.mark.parametrize("form", ["lerobot-v3", "safetensors"])
 def test_killed_while_it_writes_frames_a_job_goes_on_bit_for_bit(form: str, tmp_path: Path) -> None:
     size = (240, 320)
@@ -286,12 +290,12 @@ def test_killed_while_it_writes_frames_a_job_goes_on_bit_for_bit(form: str, tmp_
     run = write_config(tmp_path, config(arm(), camera("top", "/top", size), steps=2, dt_ms=20))
     words = (path, "--format", form)
     out = tmp_path / "out"
-    killed = subprocess.Popen(command(run, out, *words), stderr=subprocess.PIPE)
+    killed = started(run, out, *words)
     try:
         wait_until(lambda: [*(out / ".resample").glob("000000.*.tmp")])
     finally:
-        killed.send_signal(signal.SIGKILL)
-        killed.communicate()
+        killed.kill()
+        killed.wait()
     assert killed.returncode == -signal.SIGKILL
     assert not (out / ".resample" / "000000.json").exists()
     assert make(run, out, *words) == 0
@@ -301,44 +305,40 @@ def test_killed_while_it_writes_frames_a_job_goes_on_bit_for_bit(form: str, tmp_
 
 
 MEASURED = """
-import resource
+import json, resource, sys
 from ppstream.data import cli, outputs
 
-outputs.FRAMES_BYTES = 4 << 20
-cli.main()
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+outputs.FRAMES_BYTES = 1 << 20
+for words in json.loads(sys.argv[1]):
+    assert cli.main(words) == 0
+    print("peak", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 """
 
 
 def test_five_times_the_frames_need_no_more_memory(tmp_path: Path) -> None:
-    size, peaks = (240, 320), []
-    pictures = [picture(*size, number) for number in range(40)]
+    size = (240, 320)
+    pictures = [picture(*size, number) for number in range(10)]
     run = write_config(tmp_path, config(arm(), camera("top", "/top", size), steps=2, dt_ms=20))
-    for count in (100, 500):
+    jobs = []
+    for count in (50, 250):
         path = tmp_path / f"{count}.mcap"
         with CameraFile(path) as file:
             for number in range(count):
                 stamp_ns = S + 20 * MS * number
                 file.arm(stamp_ns, number, 1)
                 file.image("/top", stamp_ns, pictures[number % len(pictures)], size=size)
-        done = subprocess.run(
-            [
-                sys.executable,
-                "-c",
-                MEASURED,
-                "--config",
-                run,
-                "--out",
-                tmp_path / f"out{count}",
-                path,
-            ],
-            capture_output=True,
-            text=True,
-            timeout=100,
-            check=True,
-        )
-        peaks.append(int(done.stdout.split()[-1]) / 1024)
-    pixels_mb = 400 * size[0] * size[1] * 3 / 2**20
+        options = ("--config", run, "--out", tmp_path / f"out{count}", "--jobs", "1")
+        jobs.append([*map(str, (*options, path))])
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURED, json.dumps(jobs)],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=True,
+    )
+    lines = [line.split() for line in done.stdout.splitlines()]
+    peaks = [int(words[1]) / 1024 for words in lines if words[0] == "peak"]
+    pixels_mb = 200 * size[0] * size[1] * 3 / 2**20
     assert peaks[1] - peaks[0] < pixels_mb / 3, f"MB: {peaks}, all frames {pixels_mb:.0f}"
 
 

@@ -19,6 +19,7 @@ import torch
 from camera_files import HEIGHT, WIDTH, two_cameras, write_cameras
 from resample_runs import settings, write_config, write_recording
 from torch import Tensor
+from training_process import BATCH, SEED, digests
 
 from ppstream.core.errors import ConfigError
 from ppstream.data import Windows
@@ -143,8 +144,8 @@ def test_a_state_of_something_else_is_refused(recordings: list[Path]) -> None:
 
 
 @contextmanager
-def training(folder: Path, recordings: list[Path], stop: int, workers: int = 4) -> Iterator[Any]:
-    words = [write_config(folder, settings()), folder / "cache", folder / "state.json", workers]
+def training(folder: Path, recordings: list[Path], stop: int) -> Iterator[Any]:
+    words = [write_config(folder, settings()), folder / "cache", folder / "state.json", 4]
     process = subprocess.Popen(
         [sys.executable, str(TRAINING), *map(str, (*words, stop, *recordings))],
         stdout=subprocess.PIPE,
@@ -158,24 +159,21 @@ def training(folder: Path, recordings: list[Path], stop: int, workers: int = 4) 
         process.communicate()
 
 
-@pytest.mark.timeout(240)
 def test_killed_with_four_workers_the_next_process_goes_on_bit_for_bit(
     recordings: list[Path], tmp_path: Path
 ) -> None:
-    recordings = recordings[:3]  # 150 windows in batches of 2: in the middle of the 5th epoch
-    whole, kill_at = 345, 335
-    with training(tmp_path, recordings, whole, workers=0) as process:
-        expected = [process.stdout.readline() for _ in range(whole)]
-    assert len(set(expected)) > 300  # epochs may share a pair
-    (tmp_path / "state.json").unlink()
+    recordings = recordings[:3]  # 150 windows in batches of 2: late in the 2nd of 3 epochs
+    whole, kill_at = 165, 140
+    expected = list(itertools.islice(digests(windows(recordings, BATCH, seed=SEED)), whole))
+    assert len(set(expected)) > 150  # epochs may share a pair
     with training(tmp_path, recordings, kill_at) as process:
-        first = [process.stdout.readline() for _ in range(kill_at)]
+        first = [process.stdout.readline().strip() for _ in range(kill_at)]
         os.kill(process.pid, signal.SIGKILL)  # its four workers have read ahead
         assert process.wait(60) == -signal.SIGKILL
     state = json.loads((tmp_path / "state.json").read_text())
-    assert state["epoch"] * len(windows(recordings, 2)) + state["batch"] == kill_at
+    assert state["epoch"] * len(windows(recordings, BATCH)) + state["batch"] == kill_at
     with training(tmp_path, recordings, whole - kill_at) as process:
-        then = [process.stdout.readline() for _ in range(whole - kill_at)]
+        then = [process.stdout.readline().strip() for _ in range(whole - kill_at)]
     assert first + then == expected
 
 
@@ -183,8 +181,8 @@ def test_indices_of_a_billion_windows_cost_no_memory() -> None:
     from ppstream.data.shuffle import ShuffledOrder
 
     order = ShuffledOrder(10**9, 5)
-    found = order(np.arange(10**6))
-    assert len(np.unique(found)) == 10**6
+    found = order(np.arange(10**5))
+    assert len(np.unique(found)) == 10**5
     assert 0 <= found.min() < 10**6
     assert 10**9 - 10**6 < found.max() < 10**9
     assert abs(found.mean() / 10**9 - 0.5) < 0.002
@@ -232,7 +230,7 @@ def test_batches_have_the_frames_of_the_windows(filmed: list[Path]) -> None:
 
 
 @pytest.mark.parametrize(
-    "loader", [{"workers": 2}, {"workers": 2, "multiprocessing_context": "spawn"}]
+    "loader", [{"workers": 2}, {"workers": 1, "multiprocessing_context": "spawn"}]
 )
 @pytest.mark.parametrize("is_cached", [False, True])
 def test_frames_are_the_same_by_any_workers_and_from_a_cache(

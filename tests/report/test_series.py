@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from statistics import fmean
 from typing import Any
 
@@ -127,17 +127,19 @@ def claim(kind: str, what: str, claimed: float, **numbers: Any) -> dict[str, Any
 
 
 @pytest.mark.parametrize(
-    ("golden", "figures"),
+    ("make", "figures"),
     [
-        (simulate(), 7),
-        (simulate(stages(t_in=40)), 7),
-        (simulate(stages(c=20), PipelineForm("split", d_in=4, d_out=4)), 7),
-        (simulate(form=PipelineForm("serial", "decode_first")), 7),
-        (on_gpus(simulate()), 7),
+        (simulate, 7),
+        (lambda: simulate(stages(t_in=40)), 7),
+        (lambda: simulate(stages(c=20), PipelineForm("split", d_in=4, d_out=4)), 7),
+        (lambda: simulate(form=PipelineForm("serial", "decode_first")), 7),
+        (lambda: on_gpus(simulate()), 7),
     ],
 )
-def test_figures_of_a_report_follow_from_each_other(golden: GoldenRun, figures: int) -> None:
-    report = judge(golden.parse())
+def test_figures_of_a_report_follow_from_each_other(
+    make: Callable[[], GoldenRun], figures: int
+) -> None:
+    report = judge(make().parse())
     findings = audit_claims(claims_of_report(report))
     assert len(findings) == figures
     assert [finding.text for finding in findings if not finding.holds] == []
@@ -149,15 +151,15 @@ def test_figures_of_a_report_follow_from_each_other(golden: GoldenRun, figures: 
 
 
 @pytest.mark.parametrize(
-    ("golden", "said"),
+    ("make", "said"),
     [
-        (simulate(), ""),
-        (simulate(stages(c=20), SPLIT), "results waited 39.5 ms for their decode"),
-        (simulate(stages(t_in=40)), "waits for input"),
-        (simulate(form=PipelineForm(d_in=1)), "is not the primary 0.44"),
+        (simulate, ""),
+        (lambda: simulate(stages(c=20), SPLIT), "results waited 39.5 ms for their decode"),
+        (lambda: simulate(stages(t_in=40)), "waits for input"),
+        (lambda: simulate(form=PipelineForm(d_in=1)), "is not the primary 0.44"),
     ],
 )
-def test_scores_apart_have_a_reason(golden: object, said: str) -> None:
-    why = why_scores_differ(judge(golden.parse()))  # type: ignore[attr-defined]
+def test_scores_apart_have_a_reason(make: Callable[[], GoldenRun], said: str) -> None:
+    why = why_scores_differ(judge(make().parse()))
     assert said in why
     assert bool(why) == bool(said)

@@ -203,6 +203,7 @@ def _run(
     network: str,
 ) -> None:
     """The life of the forked process."""
+    multiprocessing.current_process().daemon = False  # it may start processes, as any program
     if own_session:
         os.setsid()
     if network:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
-from playwright.sync_api import ConsoleMessage, Error, Request, sync_playwright
+if TYPE_CHECKING:
+    from playwright.sync_api import ConsoleMessage, Error, Request
 
 NAMES: Final = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 LIMIT_MS: Final = 60_000  # of one step
@@ -21,6 +22,8 @@ class Browser:
     """One browser process with one page; none outlives the ``with`` block."""
 
     def __init__(self, profile: Path, *options: str) -> None:
+        from playwright.sync_api import sync_playwright
+
         path = find_browser()
         assert path is not None, MISSING
         self._driver = sync_playwright().start()

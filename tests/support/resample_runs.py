@@ -1,13 +1,13 @@
-"""Data sets made by ``ppstream resample`` of small recordings, in processes of their own."""
+"""Data sets made by ``ppstream resample`` of small recordings."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import os
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from forked_process import ForkedProcess
 from stream_cases import at_ms, config, stream
 
 from ppstream.config.load import as_toml
@@ -41,28 +41,24 @@ def write_config(folder: Path, run: PipelineConfig) -> Path:
     return file
 
 
-def command(config_file: Path, out: Path, *words: str | Path) -> list[str]:
-    code = "from ppstream.data.cli import main; raise SystemExit(main())"
-    options = ("--config", config_file, "--out", out, "--jobs", "1")
-    return [sys.executable, "-c", code, *map(str, (*options, *words))]
+def started(
+    run: Path, out: Path, *words: str | Path, own_session: bool = False, **environment: str
+) -> ForkedProcess:
+    """The command in a process of its own; its errors are in ``out.errors``."""
+    command = ["ppstream.data.cli", *_arguments(run, out, *words)]
+    said = out.with_suffix(".errors")
+    return ForkedProcess(command, os.environ | environment, said, own_session=own_session)
 
 
-def resampled(config_file: Path, out: Path, *words: str | Path) -> Any:
-    """The finished process."""
-    return subprocess.run(
-        command(config_file, out, *words),
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
-    )
+def _arguments(run: Path, out: Path, *words: str | Path) -> list[str]:
+    return ["--config", str(run), "--out", str(out), "--jobs", "1", *map(str, words)]
 
 
 def make(run: Path, out: Path, *words: str | Path) -> int:
     """The exit code of the command, in this process."""
     from ppstream.data.cli import main
 
-    return main(["--config", str(run), "--out", str(out), "--jobs", "1", *map(str, words)])
+    return main(_arguments(run, out, *words))
 
 
 def frames_in(out: Path) -> dict[str, list[Any]]:

@@ -11,6 +11,7 @@ import json
 import os
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 from ppstream.data import Windows
@@ -23,17 +24,21 @@ def main(config: str, cache: str, state: str, workers: str, stop: str, *recordin
     file = Path(state)
     if file.exists():
         windows.load_state_dict(json.loads(file.read_text()))
-    done = 0
+    for done, digest in enumerate(digests(windows, int(workers)), 1):
+        scratch = file.with_suffix(".tmp")
+        scratch.write_text(json.dumps(windows.state_dict()))
+        os.replace(scratch, file)
+        print(digest, flush=True)
+        if done == int(stop):
+            threading.Event().wait()
+
+
+def digests(windows: Windows, workers: int = 0) -> Iterator[str]:
+    """One of each batch, epoch after epoch."""
     while True:
-        for batch in windows.batches(workers=int(workers)):
-            digest = hashlib.sha256(b"".join(t.numpy().tobytes() for t in batch.values()))
-            scratch = file.with_suffix(".tmp")
-            scratch.write_text(json.dumps(windows.state_dict()))
-            os.replace(scratch, file)
-            print(digest.hexdigest(), flush=True)
-            done += 1
-            if done == int(stop):
-                threading.Event().wait()
+        for batch in windows.batches(workers=workers):
+            tensors = b"".join(tensor.numpy().tobytes() for tensor in batch.values())
+            yield hashlib.sha256(tensors).hexdigest()
 
 
 if __name__ == "__main__":

@@ -82,7 +82,7 @@ GOLDEN: list[tuple[Any, bytes]] = [
     ),
 ]
 
-shapes = arrays.array_shapes(min_dims=0, min_side=0, max_dims=5, max_side=4)
+shapes = arrays.array_shapes(min_dims=0, min_side=0, max_dims=5, max_side=3)
 every_array = NUMBERS_AND_TEXTS.flatmap(lambda dtype: arrays.arrays(dtype, shapes))
 leaves = st.one_of(
     st.none(),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import xml.etree.ElementTree as ET
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
@@ -209,8 +210,17 @@ def test_stages_differ_for_the_colour_blind(kind: str, theme: str) -> None:
 # ---- a real browser ----------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(find_browser() is None, reason=MISSING)
-def test_real_browser_shows_it_in_light_dark_print_and_narrow(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    if find_browser() is None:
+        pytest.skip(MISSING)
+    with Browser(tmp_path_factory.mktemp("profile")) as found:
+        yield found
+
+
+def test_real_browser_shows_it_in_light_dark_print_and_narrow(
+    browser: Browser, tmp_path: Path
+) -> None:
     """Pictures are kept under ``PPSTREAM_TEST_ARTIFACTS`` when that is set."""
     kept = Path(os.environ.get("PPSTREAM_TEST_ARTIFACTS") or tmp_path / "pictures")
     kept.mkdir(parents=True, exist_ok=True)
@@ -218,27 +228,26 @@ def test_real_browser_shows_it_in_light_dark_print_and_narrow(tmp_path: Path) ->
     out = tmp_path / "report.html"
     main([str(tmp_path / "run"), "--html", str(out)])
     pictures = {}
-    with Browser(tmp_path / "profile") as browser:
-        for name, look in {
-            "light": {"scheme": "light"},
-            "dark": {"scheme": "dark"},
-            "print": {"scheme": "dark", "media": "print"},
-            "narrow": {"width": 390},
-        }.items():
-            browser.emulate(**look)  # type: ignore[arg-type]
-            browser.open(out.as_uri())
-            assert browser.complaints() == []
-            assert browser.requests() == [out.as_uri()]
-            assert browser.evaluate("document.documentElement.scrollWidth <= innerWidth"), name
-            pictures[name] = browser.screenshot(kept / f"report-{name}.png")
-        background = "getComputedStyle(document.body).backgroundColor"
-        browser.emulate(scheme="dark")
-        assert browser.evaluate(background) == "rgb(21, 23, 27)"
-        browser.emulate(scheme="dark", media="print")
-        assert browser.evaluate(background) == "rgb(246, 246, 244)"  # paper is never dark
-        assert browser.pdf(kept / "report.pdf").read_bytes().startswith(b"%PDF")
-        drawn = "[...document.querySelectorAll('svg[role=img]')].every(s=>s.getBBox().width>100)"
-        assert browser.evaluate(drawn)
+    for name, look in {
+        "light": {"scheme": "light"},
+        "dark": {"scheme": "dark"},
+        "print": {"scheme": "dark", "media": "print"},
+        "narrow": {"width": 390},
+    }.items():
+        browser.emulate(**look)  # type: ignore[arg-type]
+        browser.open(out.as_uri())
+        assert browser.complaints() == []
+        assert browser.requests() == [out.as_uri()]
+        assert browser.evaluate("document.documentElement.scrollWidth <= innerWidth"), name
+        pictures[name] = browser.screenshot(kept / f"report-{name}.png")
+    background = "getComputedStyle(document.body).backgroundColor"
+    browser.emulate(scheme="dark")
+    assert browser.evaluate(background) == "rgb(21, 23, 27)"
+    browser.emulate(scheme="dark", media="print")
+    assert browser.evaluate(background) == "rgb(246, 246, 244)"  # paper is never dark
+    assert browser.pdf(kept / "report.pdf").read_bytes().startswith(b"%PDF")
+    drawn = "[...document.querySelectorAll('svg[role=img]')].every(s=>s.getBBox().width>100)"
+    assert browser.evaluate(drawn)
     assert len({path.read_bytes() for path in pictures.values()}) == 4
 
 
@@ -283,16 +292,14 @@ SEEN: Final = """() => {
 }"""
 
 
-@pytest.mark.skipif(find_browser() is None, reason=MISSING)
-def test_nothing_overlaps_is_too_small_or_leaves_a_hole(tmp_path: Path) -> None:
+def test_nothing_overlaps_is_too_small_or_leaves_a_hole(browser: Browser, tmp_path: Path) -> None:
     seen = {}
-    with Browser(tmp_path / "profile") as browser:
-        for name, make in RUNS.items():
-            (tmp_path / "report.html").write_text(page(make()))
-            browser.open((tmp_path / "report.html").as_uri())
-            for width in (390, 720, 1200):
-                browser.emulate(width=width)
-                seen[name, width] = browser.evaluate(f"({SEEN})()")
+    for name, make in RUNS.items():
+        (tmp_path / "report.html").write_text(page(make()))
+        browser.open((tmp_path / "report.html").as_uri())
+        for width in (390, 720, 1200):
+            browser.emulate(width=width)
+            seen[name, width] = browser.evaluate(f"({SEEN})()")
     assert {look: faults for look, faults in seen.items() if faults} == {}
 
 
@@ -307,14 +314,12 @@ CUT_OFF: Final = """[...document.querySelectorAll('section,section>div')]
 TALL: Final = "Math.max(...[...document.querySelectorAll('section')].map(s => s.offsetHeight))"
 
 
-@pytest.mark.skipif(find_browser() is None, reason=MISSING)
-def test_sections_are_whole_and_legible_on_paper(tmp_path: Path) -> None:
+def test_sections_are_whole_and_legible_on_paper(browser: Browser, tmp_path: Path) -> None:
     (tmp_path / "report.html").write_text(page(complete()))
     width, height = PAPER
-    with Browser(tmp_path / "profile") as browser:
-        browser.emulate(media="print", width=width)
-        browser.open((tmp_path / "report.html").as_uri())
-        assert browser.evaluate(CUT_OFF) == []  # paper has no scroll bar
-        assert browser.evaluate("document.documentElement.scrollWidth <= innerWidth")
-        assert browser.evaluate(TALL) <= height  # so none is torn between two pages
-        assert browser.evaluate(SMALL_TEXT.replace("LIMIT", str(SMALLEST_PX))) == []
+    browser.emulate(media="print", width=width)
+    browser.open((tmp_path / "report.html").as_uri())
+    assert browser.evaluate(CUT_OFF) == []  # paper has no scroll bar
+    assert browser.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    assert browser.evaluate(TALL) <= height  # so none is torn between two pages
+    assert browser.evaluate(SMALL_TEXT.replace("LIMIT", str(SMALLEST_PX))) == []
