@@ -24,6 +24,7 @@ from ppstream.core.errors import (
     ExitCode,
     PeerFrozenError,
 )
+from ppstream.core.interpreter import uncollected
 from ppstream.launch import guard
 from ppstream.launch.from_env import LAUNCHERS, become_torchrun
 from ppstream.launch.lookout import Lookout
@@ -72,8 +73,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(as_toml(config), end="")
             return 0
         if args.check:
-            from ppstream.launch.dry_run import describe
-
+            with uncollected():
+                from ppstream.launch.dry_run import describe
             text = describe(config, max(world_size, args.ranks or ranks_wanted(config)))
             if rank == 0:  # every rank has looked: say it once
                 print(text)
@@ -133,12 +134,14 @@ def _run(config: PipelineConfig, end: RankEnd, run: Run | None) -> tuple[ExitCod
         ignore_cut_signal()
         Lookout(end, os.environ, config.liveness.frozen_ms).start()
         if end.rank == 0:
-            from ppstream.launch.run_rank0 import run_front
+            with uncollected():
+                from ppstream.launch.run_rank0 import run_front
 
             run = run or Run.create(Path(config.log.root), config.log.keep)
             reason = run_front(config, end, run, world_size)
         else:
-            from ppstream.launch.run_policy_rank import run_back
+            with uncollected():
+                from ppstream.launch.run_policy_rank import run_back
 
             reason = run_back(config, end, world_size)
     except BaseException as error:  # noqa: BLE001 - the top of the process: say it, and leave

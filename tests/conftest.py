@@ -3,6 +3,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,6 @@ os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "0"
 os.environ["TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS"] = "0"
 # A shell that starts them with & has them ignore Ctrl-C, and so would all that they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
-gc.disable()  # until all is collected: imports make objects that stay, and each pass looks at all
 
 
 @pytest.fixture(params=["tcp", "unix"])
@@ -32,7 +32,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path not in long)
 
 
-def pytest_collection_finish() -> None:
-    """Takes what was imported out of the garbage collector's sight."""
-    gc.freeze()
-    gc.enable()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Takes what is imported out of the garbage collector's sight, at once."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()

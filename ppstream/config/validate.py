@@ -10,12 +10,13 @@ import math
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, NamedTuple, Union, get_args, get_origin
 
 import msgspec
 from msgspec import Meta
-from msgspec.structs import FieldInfo, fields
+from msgspec.structs import FieldInfo
 
 NONE: Final = "none"  # TOML has no null: this text stands for it where a field may be without value
 
@@ -56,8 +57,8 @@ def normalise(value: Any, annotation: Any, folder: Path) -> Any:
     if kind.optional and value == NONE:
         return None
     if is_struct(kind.base) and isinstance(value, Mapping):
-        known = {field.encode_name: field.type for field in fields(kind.base)}
-        return {k: normalise(v, known.get(k, Any), folder) for k, v in value.items()}
+        declared = {name: field.type for name, field in _fields(kind.base).items()}
+        return {k: normalise(v, declared.get(k, Any), folder) for k, v in value.items()}
     if get_origin(kind.base) is dict and isinstance(value, Mapping):
         return {k: normalise(v, get_args(kind.base)[1], folder) for k, v in value.items()}
     if isinstance(value, str) and any((m.extra or {}).get("one") for m in kind.bounds):
@@ -94,7 +95,7 @@ def _table_problems(value: Any, struct: type[msgspec.Struct], path: str) -> Iter
     if not isinstance(value, Mapping):
         yield _line(path, value, "a table")
         return
-    known = {field.encode_name: field for field in fields(struct)}
+    known = _fields(struct)
     for name, field in known.items():
         if name in value:
             yield from find_problems(value[name], field.type, _join(path, name))
@@ -103,6 +104,12 @@ def _table_problems(value: Any, struct: type[msgspec.Struct], path: str) -> Iter
     for name in value:
         if name not in known:
             yield f"{_join(path, name)}: unknown key{_key_suggestion(name, struct, known)}"
+
+
+@cache
+def _fields(struct: type[msgspec.Struct]) -> Mapping[str, FieldInfo]:
+    """By name; msgspec evaluates all annotations at each call."""
+    return {field.encode_name: field for field in msgspec.structs.fields(struct)}
 
 
 def _list_problems(value: Any, kind: FieldType, path: str) -> Iterator[str]:

@@ -121,18 +121,28 @@ def of_rank(
     rank: int, environment: Mapping[str, str], pids: Iterable[int]
 ) -> Iterator[HeldProcess]:
     """Those of ``pids`` that have the environment of a rank of the run: it, and what it started."""
-    wanted = {f"{name}={environment[name]}" for name in SAME if name in environment}
-    if not wanted:
-        return
-    wanted.add(f"RANK={rank}")
-    for pid in pids:
+    for pid in of_ranks((rank,), environment, pids):
         process = HeldProcess.of(pid)
         if process is None:
             continue
-        if wanted <= set(_words(Path(f"/proc/{pid}/environ"), "\0")):
+        if any(of_ranks((rank,), environment, (pid,))):  # the number may be another's by now
             yield process
         else:
             process.close()
+
+
+def of_ranks(
+    ranks: Iterable[int], environment: Mapping[str, str], pids: Iterable[int]
+) -> Iterator[int]:
+    """As ``of_rank``, of several ranks in one pass; numbers only, which may be others' by now."""
+    run = {f"{name}={environment[name]}".encode() for name in SAME if name in environment}
+    if not run:
+        return
+    wanted = {f"RANK={rank}".encode() for rank in ranks}
+    for pid in pids:
+        words = set(_content(f"/proc/{pid}/environ").split(b"\0"))
+        if run <= words and not wanted.isdisjoint(words):
+            yield pid
 
 
 def ranks_started_by(launcher: int) -> dict[int, int]:
@@ -162,7 +172,7 @@ def descendants(pid: int) -> Iterator[int]:
 
 def everybody() -> Iterator[int]:
     """Every process of this host that can be seen."""
-    return (int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit())
+    return (int(name) for name in os.listdir("/proc") if name.isdigit())
 
 
 def command(pid: int) -> str:
@@ -216,7 +226,12 @@ def _stat(pid: int) -> list[str]:
 
 def _words(file: Path, separator: str | None) -> list[str]:
     """Of a file of the kernel's; none where it is gone, or another user's."""
+    return _content(file).decode(errors="replace").split(separator)
+
+
+def _content(file: str | Path) -> bytes:
     try:
-        return file.read_bytes().decode(errors="replace").split(separator)
+        with open(file, "rb", buffering=0) as opened:
+            return opened.read()
     except OSError:
-        return []
+        return b""

@@ -85,16 +85,17 @@ def configuration_facts(config: PipelineConfig) -> dict[str, dict[str, Any]]:
     equal["test_hooks"] = sorted(
         f"{key}={value}" for key, value in os.environ.items() if key.startswith(TEST_HOOK_PREFIX)
     )
+    mesh = _mesh_facts()
     return {
         "equal": equal,
-        "mesh": _mesh_facts(),
+        "mesh": mesh,
         "informational": {
             "protocol_minor": WIRE_MINOR,
             "host": platform.node(),
             "boot_id": boot_id(),
             "pid": os.getpid(),
-            "python": platform.python_version(),
-            "torch": version("torch"),
+            "python": mesh["python"],
+            "torch": mesh["torch"],
         },
     }
 

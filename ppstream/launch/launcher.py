@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Final
 from ppstream.config import load
 from ppstream.control.peer_process import HeldProcess, ranks_started_by
 from ppstream.core.errors import ConfigError, ExitCode
+from ppstream.core.interpreter import uncollected
 from ppstream.launch.placement import ranks_wanted
 from ppstream.launch.rank_exit import CLOSE_GRACE_S, RankEnd
 from ppstream.launch.requirements import PYTHON_MIN, missing_packages, refuse, refuse_python
@@ -85,8 +86,8 @@ def _run(config: PipelineConfig, args: argparse.Namespace) -> int:
 
 
 def _check(config: PipelineConfig, args: argparse.Namespace) -> int:
-    from ppstream.launch.dry_run import describe
-
+    with uncollected():
+        from ppstream.launch.dry_run import describe
     print(describe(config, args.nproc or ranks_wanted(config)))
     return 0
 
@@ -168,10 +169,10 @@ class RankLauncher:
 
 def _run_agent(count: int, arguments: Sequence[str]) -> dict[int, int]:
     """Run the ranks to their end; returns the exit codes of those that failed, by rank."""
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
+    with uncollected():
+        from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+        from torch.distributed.launcher.api import LaunchConfig, elastic_launch
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,

@@ -25,7 +25,7 @@ from ppstream.analysis.log_reader import read_run
 from ppstream.analysis.scores import resource_title
 from ppstream.analysis.segments import ALONE
 from ppstream.analysis.verdict import Verdict
-from ppstream.control.peer_process import HeldProcess, everybody, of_rank
+from ppstream.control.peer_process import HeldProcess, everybody, of_ranks
 from ppstream.core.clock import now_ns
 from ppstream.core.cpus import MachineMeter
 from ppstream.core.errors import ConfigError, GateFailedError, GateInconclusiveError, LogError
@@ -139,10 +139,7 @@ def machine_meter(rank0: Rank0Loop) -> MachineMeter:
 
     def of_this_run() -> Iterator[int]:
         """The ranks here, and all that they have started."""
-        for rank in range(1 + len(policy_ranks)):
-            for process in of_rank(rank, os.environ, everybody()):
-                process.close()
-                yield process.pid
+        return of_ranks(range(1 + len(policy_ranks)), os.environ, everybody())
 
     if not policy_ranks:
         return MachineMeter(1, family=of_this_run)

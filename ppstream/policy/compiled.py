@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import torch
 
 from ppstream.core.errors import ConfigError
+from ppstream.core.interpreter import uncollected
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -296,7 +297,8 @@ class _Listener(logging.Handler):
         return found[::-1]
 
     def _listen(self) -> None:
-        import_module(BREAKS_LOG.rpartition(".")[0])  # it sets up its logger; takes seconds
+        with uncollected():
+            import_module(BREAKS_LOG.rpartition(".")[0])  # it sets up its logger; takes seconds
         self._listens = True
         log = logging.getLogger(BREAKS_LOG)
         if not log.isEnabledFor(logging.DEBUG):  # else the user asked torch to print them

@@ -11,6 +11,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from ppstream.core.errors import ConfigError, PpstreamError, StoppedEarlyError
+from ppstream.core.interpreter import uncollected
 from ppstream.core.user_code import UserExitError, fault_of, is_a, traceback_of
 
 logger = logging.getLogger("ppstream")
@@ -119,7 +120,8 @@ def load_target(target: str) -> Any:
     if not module_name or not attribute:
         raise ConfigError([f"{target!r} does not name an object; write 'package.module:attr'"])
     try:
-        module = import_module(module_name)
+        with uncollected():
+            module = import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is not None and module_name.startswith(error.name):
             missing = f"{target!r}: there is no module {error.name!r} to import"

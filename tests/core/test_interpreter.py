@@ -3,6 +3,8 @@ from __future__ import annotations
 import gc
 import sys
 import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
 
 import pytest
 
@@ -20,6 +22,7 @@ from ppstream.core.interpreter import (
     freeze_garbage,
     set_switch_interval,
     short_turns,
+    uncollected,
 )
 
 
@@ -108,10 +111,20 @@ def test_what_exists_before_is_not_looked_at_again() -> None:
     assert gc.get_freeze_count() == 0
 
 
-def test_who_has_switched_it_off_finds_it_off_again() -> None:
+def test_nothing_is_collected_while_a_program_imports() -> None:
+    with suppress(ImportError), uncollected():
+        assert not gc.isenabled()
+        raise ImportError
+    assert gc.isenabled()
+
+
+@pytest.mark.parametrize("without", [GcControl, uncollected])
+def test_who_has_switched_it_off_finds_it_off_again(
+    without: Callable[[], AbstractContextManager[object]],
+) -> None:
     gc.disable()
     try:
-        with GcControl():
+        with without():
             pass
         assert not gc.isenabled()
     finally:

@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 from fleet_robot import ROBOTS, RUN
+from forked_process import FORKING
 from robot_rig import wait_until
 
 from ppstream.control.peer_process import descendants
 from ppstream.core.clock import now_ns
-from ppstream.fleet import fleet_config, status
+from ppstream.fleet import fleet_config, pipeline_process, status
 from ppstream.fleet.directory import Directory
 from ppstream.fleet.directory_server import DirectoryServer
 from ppstream.fleet.pipeline_process import PipelineProcess, UnstartedPipeline
@@ -65,7 +66,14 @@ def test_it_tells_its_phase_its_robots_and_its_drain(tmp_path: Path) -> None:
         assert process.report().exit.startswith("0 DRAINED: ")
 
 
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pipelines are forks of a process that has imported torch, and so are their ranks."""
+    monkeypatch.setattr(pipeline_process, "subprocess", FORKING)
+
+
 @pytest.mark.multirank
+@pytest.mark.usefixtures("forked")
 def test_one_that_is_killed_has_failed_and_may_be_started_anew(tmp_path: Path) -> None:
     with started(tmp_path) as process:
         wait_until(lambda: process.report().phase == "ready", seconds=LIMIT_S)
@@ -77,6 +85,7 @@ def test_one_that_is_killed_has_failed_and_may_be_started_anew(tmp_path: Path) -
 
 
 @pytest.mark.multirank
+@pytest.mark.usefixtures("forked")
 def test_a_configuration_that_is_refused_is_final(tmp_path: Path) -> None:
     plan = fleet_config.read(fleet_in(tmp_path))
     (tmp_path / "arm.toml").write_text(RUN.replace("simulated:build", "nobody:build"))

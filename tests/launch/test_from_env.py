@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
-from ranks import free_port
+from ranks import BRIEF, SERVED, free_port
 
 from ppstream import serve
 from ppstream.config import load
@@ -93,8 +93,7 @@ def test_a_group_of_one_pod_serves(tmp_path: Path) -> None:
     pod["MASTER_PORT"] = str(free_port())
     settings = (
         f"log.root={tmp_path}",
-        *("service.endpoint=none", "service.duration_s=0.1", "bringup.envelopes=100"),
-        'bringup.accept=["NOTHING_TO_HIDE", "LOW_OVERLAP", "CONTENDED"]',
+        *("service.endpoint=none", "service.duration_s=0.1", SERVED, *BRIEF),
     )
     command = [sys.executable, "-m", "ppstream.serve", "--from-env", "lws", "--config", "bench"]
     done = subprocess.run(

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from ranks import Ranks, free_port
 from robot_rig import wait_until
 
 from ppstream.control.heartbeat import HeartbeatThread
-from ppstream.control.peer_process import HeldProcess, children, of_rank
+from ppstream.control.peer_process import HeldProcess, children, of_rank, of_ranks
 from ppstream.core.clock import NS_PER_S
 from ppstream.core.errors import ExitCode, PeerLostError
 from ppstream.launch import lookout
@@ -94,6 +94,15 @@ def test_a_rank_is_found_by_what_its_launcher_gave_it(
     for one in found:
         one.close()
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize(("ranks", "count"), [(range(3), 1), ((0, 2), 0)])
+def test_several_ranks_are_looked_for_in_one_pass(
+    sibling: subprocess.Popen[bytes], ranks: Sequence[int], count: int
+) -> None:
+    pids = iter((sibling.pid, os.getpid()))
+    assert list(of_ranks(ranks, RUN, pids)) == [sibling.pid] * count
+    assert next(pids, None) is None
 
 
 def test_without_a_launcher_s_variables_nobody_is_taken_for_a_rank(

@@ -5,7 +5,6 @@ import secrets
 import subprocess
 import sys
 from collections import Counter
-from types import SimpleNamespace
 
 import pytest
 import real_runs
@@ -18,7 +17,7 @@ from drill.launches import LaunchDrill
 from drill.live_logs import NOTHING_SENT
 from drill.processes import MARK, marked
 from drill.scene import Failed
-from forked_process import forked_popen
+from forked_process import FORKING
 
 pytestmark = pytest.mark.multirank
 
@@ -26,8 +25,7 @@ pytestmark = pytest.mark.multirank
 @pytest.fixture
 def forked_ranks(monkeypatch):
     """The drill's, without the seconds that an interpreter takes to import torch."""
-    starts = SimpleNamespace(Popen=forked_popen, TimeoutExpired=subprocess.TimeoutExpired)
-    monkeypatch.setattr(real_runs, "subprocess", starts)
+    monkeypatch.setattr(real_runs, "subprocess", FORKING)
 
 
 @pytest.mark.alone

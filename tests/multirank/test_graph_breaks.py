@@ -22,8 +22,6 @@ def broken(breaks: str, limit: int) -> tuple[str, ...]:
         f"policy.options={{{options}}}",
         "policy.compile=true",
         f"policy.graph_breaks_max={limit}",
-        "bringup.warmup_max=60",
-        "bringup.envelopes=100",
         "actions.lease_ms=5000",
     )
 

@@ -6,17 +6,15 @@ have two, a generation each.
 
 from __future__ import annotations
 
-import subprocess
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from drill import torchrun
 from drill.judging import OLDEST_MS, FaultOutcome
 from drill.two_host_network import is_possible
 from drill.two_hosts import FAULTS, HostFault, counted_apart, cut, frozen, in_turn, restarted
-from forked_process import forked_popen
-from ranks import UNGATED
+from forked_process import FORKING
+from ranks import BRIEF, UNGATED
 
 pytestmark = [
     pytest.mark.multirank,
@@ -44,10 +42,10 @@ COUNTED_APART = NAMED["host-restart-uncounted"]._replace(check=in_turn(counted_a
 def test_a_run_over_two_hosts_ends_or_goes_on_as_it_must_and_its_robot_is_safe(
     fault: HostFault, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    starts = SimpleNamespace(Popen=forked_popen, TimeoutExpired=subprocess.TimeoutExpired)
-    monkeypatch.setattr(torchrun, "subprocess", starts)
+    monkeypatch.setattr(torchrun, "subprocess", FORKING)
+    brief = fault.form._replace(settings=(*fault.form.settings, *BRIEF))
     outcome = FaultOutcome(fault.name, fault.ids, fault.does, fault.expected)
-    fault.inject(tmp_path, outcome, module=UNGATED)
+    fault._replace(form=brief).inject(tmp_path, outcome, module=UNGATED)
     assert (outcome.ledger, outcome.orphans) == ("balances", "none")
     assert outcome.safe_s is not None
     assert (outcome.oldest_ms or 0) <= OLDEST_MS

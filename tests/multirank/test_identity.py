@@ -89,4 +89,4 @@ def test_bring_up_on_a_recording_repeats_it(tmp_path):
         assert ranks.wait() == [0, 0], ranks.output()
         ends_ns = [line["window_end_ns"] for line in ranks.envelopes("bring-up")]
     assert len(ends_ns) >= 150
-    assert max(ends_ns) - min(ends_ns) > 10**9
+    assert max(ends_ns) - min(ends_ns) > 0.6e9  # stage B alone takes more

@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 from forked_process import ForkedProcess
-from ranks import CONFIG, SERIAL, SERVED, Ranks, environment_without_ranks
+from ranks import BRIEF, CONFIG, SERIAL, SERVED, Ranks, environment_without_ranks
 from robot_rig import wait_until
 
 from ppstream.control.peer_process import HeldProcess, ranks_started_by
 
 pytestmark = pytest.mark.multirank
 
-SERVE_ON = ("service.duration_s=none", SERVED)
+SERVE_ON = ("service.duration_s=none", SERVED, *BRIEF)
 STANDING = (
     "policy.target=drill.standing_policy:build",
     "policy.options.inner=ppstream_stages.simulated:build",
@@ -192,11 +192,12 @@ def test_ranks_leave_when_their_launcher_is_killed_while_the_policy_is_built(
 
 
 def test_a_run_outlives_a_replica_that_it_can_do_without(tmp_path):
+    """It is stopped, and ended; its guard, which the launcher has started, leaves with 0."""
     settings = "placement.replicas=2", "placement.replicas_min=1", "liveness.handshake_s=60"
     with launched(tmp_path, *SERVE_ON, *settings) as run:
         wait_until((tmp_path / "latest").exists, seconds=40)
         run.log.wait_for_event("phase", phase="ready")
-        os.kill(run.log.pid_of(2), signal.SIGKILL)
+        os.kill(run.log.pid_of(2), signal.SIGSTOP)
         run.log.wait_for_event("phase", phase="degraded")
         written = ledgers(run)
         wait_until(lambda: ledgers(run) > written + 3, seconds=60)  # one a second

@@ -39,7 +39,7 @@ REPLICAS = (*STATELESS, "placement.replicas=2")
 RAISING = (MESHED[0], f'policy.options={{{SHAPE}, fault="all raise"}}')
 #: What a busy machine may not be refused for.
 LONG = "bringup.envelopes=100000"  # there are envelopes until the fault comes
-CALM = ("bringup.warmup_max=60", "actions.lease_ms=5000", "log.keep=1")
+CALM = ("actions.lease_ms=5000", "log.keep=1")
 
 
 def faulty(fault: str, trigger: Path | str = "") -> tuple[str, ...]:

@@ -83,22 +83,22 @@ def test_a_policy_with_a_memory_is_refused_with_replicas(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("number", "threads", "link", "guarded"),
+    ("number", "threads", "link"),
     [
-        (signal.SIGKILL, "serial", "host", False),
-        (signal.SIGKILL, "split", "gloo", False),
-        (signal.SIGSTOP, "serial", "gloo", True),
-        (signal.SIGSTOP, "split", "host", False),
+        (signal.SIGKILL, "serial", "host"),
+        (signal.SIGKILL, "split", "gloo"),
+        (signal.SIGSTOP, "serial", "gloo"),
+        (signal.SIGSTOP, "split", "host"),
     ],
     ids=str,
 )
-def test_the_run_goes_on_without_a_replica(number, threads, link, guarded, tmp_path):
+def test_the_run_goes_on_without_a_replica(number, threads, link, tmp_path):
     settings = "placement.replicas_min=2", f"link.kind={link}", f"pipeline.threads={threads}"
-    with serving(tmp_path, *settings, replicas=3, guarded=guarded) as (run, came):
+    with serving(tmp_path, *settings, replicas=3) as (run, came):
         os.kill(run.pid_of(2), number)
         serves_degraded(run, came, 2, left=2)
         run.processes[0].terminate()
-        lost = 0 if guarded else -signal.SIGKILL  # what was stopped is ended, too
+        lost = -signal.SIGKILL  # what was stopped is ended, too
         assert run.wait() == [0, 0, lost, 0], run.output()
         ends_balanced(run, 2, most=4)  # D_in
 

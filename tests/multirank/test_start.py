@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from forked_process import FORKING
+from ranks import BRIEF
 from robot_rig import wait_until
 
 import ppstream
@@ -28,6 +30,7 @@ def settings(folder: Path) -> list[str]:
         "service.duration_s=none",
         f"service.endpoint=unix://{folder}/r",
         "actions.lease_ms=5000",
+        *BRIEF,
     ]
 
 
@@ -51,7 +54,8 @@ def test_a_run_is_started_seen_and_stopped(tmp_path: Path) -> None:
         assert "ppstream: exit 0 DRAINED SIGTERM" in run.output
 
 
-def test_a_run_that_cannot_serve_says_why(tmp_path: Path) -> None:
+def test_a_run_that_cannot_serve_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ppstream.launch.start.subprocess", FORKING)
     broken = "policy.options.b_ms=-1"
     with pytest.raises(PpstreamError, match=r"(?s)ended with 11 before it served:.*b_ms"):
         ppstream.start(SMALL, settings=[*settings(tmp_path), broken])

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from forked_process import ForkedProcess, run_forked
-from ranks import CONFIG, SERIAL, UNGATED, Ranks, environment_without_ranks, free_port
+from ranks import BRIEF, CONFIG, SERIAL, UNGATED, Ranks, environment_without_ranks, free_port
 from robot_rig import wait_until
 
 LIMIT_S = 120  # of a launch on a machine that others use
@@ -52,6 +52,7 @@ def test_a_chain_starts_anew_when_its_middle_rank_is_killed_and_drains(tmp_path,
         "placement.policy=['cpu', 'cpu']",
         "link.kind=gloo",
         "service.duration_s=none",
+        *BRIEF,
     )
     options = ("--nproc-per-node=3", "--max-restarts=1")
     found = (os.environ.get("PYTHONPATH"), str(Path(__file__).parents[1] / "support"))

@@ -51,6 +51,9 @@ c_ms = 0.0
 d_in = 1
 
 [bringup]
+envelopes = 100
+standalone = 5
+warmup_max = 60
 accept = ["NOTHING_TO_HIDE", "LOW_OVERLAP", "CONTENDED"]
 """
 

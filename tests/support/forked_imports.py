@@ -5,6 +5,9 @@ A rank collects garbage before it serves; that would copy every page with an obj
 
 import gc
 import importlib
+from pathlib import Path
+
+from ppstream.config import load
 
 NEEDED = [
     "numpy.random",
@@ -16,6 +19,7 @@ NEEDED = [
     "ppstream.pipeline.decode",
     "ppstream.serve",
     "ppstream.wire.zmq_auth",
+    "ppstream.wire.zmq_socket",
     "ppstream_stages.simulated",
     "safetensors",
     "torch._dynamo",
@@ -25,7 +29,10 @@ NEEDED = [
     "ungated",
 ]
 
+gc.disable()
 for name in NEEDED:
     importlib.import_module(name)
+load.read(str(Path(__file__).with_name("small.toml")))  # msgspec looks through its types once
 gc.collect()
 gc.freeze()
+gc.enable()

@@ -20,7 +20,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
-from typing import IO, Any
+from types import SimpleNamespace
+from typing import IO, Any, Final
 
 from drill.processes import MARK
 
@@ -114,20 +115,40 @@ def forked_popen(
     *,
     env: Mapping[str, str] | None = None,
     stdout: IO[Any],
-    stderr: IO[Any],
+    stderr: IO[Any] | int,
+    stdin: int = subprocess.DEVNULL,
+    start_new_session: bool = False,
 ) -> ForkedProcess:
     """As ``subprocess.Popen`` of ``[ip netns exec NAME] python [-m] PROGRAM``, of a forked process.
 
-    Launchers fork their ranks, too.
+    Launchers fork their ranks, too. A program that is bound to this process is not.
     """
+    assert stdin == subprocess.DEVNULL
     at = command.index(sys.executable)
-    program = [word for word in command[at + 1 : at + 2] if word != "-m"] + [*command[at + 2 :]]
+    program = [*command[at + 1 :]]
+    if program[0] == "-m":
+        del program[0]
+    elif program[0] == "-c":  # as ``bound_command`` has it
+        del program[:2]
     if program[0] in LAUNCHERS:
         program.insert(0, "forking_launcher")
-    files = Path(stdout.name), Path(stderr.name)
+    named, fd = isinstance(stdout.name, str), stdout.fileno()
+    output = Path(stdout.name if named else f"/proc/{os.getpid()}/fd/{fd}")
+    errors = output if isinstance(stderr, int) else Path(stderr.name)
     network = command[at - 1] if at else ""
     variables = os.environ if env is None else env
-    return ForkedProcess(program, variables, files[0], errors=files[1], network=network)
+    return ForkedProcess(
+        program,
+        variables,
+        output,
+        errors=errors,
+        own_session=start_new_session,
+        network=network,
+    )
+
+
+#: The module ``subprocess`` for code of ours that starts programs: they are forked.
+FORKING: Final = SimpleNamespace(**vars(subprocess) | {"Popen": forked_popen})
 
 
 def become(command: Sequence[str], environment: Mapping[str, str]) -> None:

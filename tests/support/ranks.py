@@ -16,6 +16,8 @@ from forked_process import ForkedProcess
 from real_runs import free_port as free_port
 from robot_rig import wait_until
 
+from ppstream.observe.run_folder import EventLog
+
 CONFIG = Path(__file__).with_name("small.toml")
 END_LIMIT_S = 100
 #: Whoever does not ask for a verdict is served whatever it is: a busy machine may have no overlap,
@@ -23,7 +25,7 @@ END_LIMIT_S = 100
 SERVE, UNGATED = "ppstream.serve", "ungated"
 SERVED: Final = "bringup.accept=['NOTHING_TO_HIDE', 'LOW_OVERLAP', 'CONTENDED']"
 #: Nor are its times measured: as few envelopes as there may be.
-BRIEF: Final = ("bringup.envelopes=100", "bringup.standalone=3", "bringup.warmup_max=60")
+BRIEF: Final = ("bringup.envelopes=100", "bringup.standalone=3", "bringup.warmup_max=20")
 #: One credit and no stage C: nothing overlaps, however busy the machine is.
 SERIAL: Final = ("pipeline.d_in=1", "simulate.a_ms=5", "simulate.c_ms=0", "policy.options.b_ms=6")
 #: Whoever does may be refused on a busy machine, rightly: so again.
@@ -133,11 +135,13 @@ class Ranks:
     def wait_for_event(self, name: str, limit_s: float = END_LIMIT_S, **fields: object) -> dict:
         """The first event of that name (and fields) in rank 0's log, as soon as it is there."""
         deadline = time.monotonic() + limit_s
+        logs: dict[Path, EventLog] = {}
         while time.monotonic() < deadline:
             has_ended = bool(self.processes) and self.processes[0].poll() is not None
-            for line in self.lines(0):
-                if line.get("name") == name and fields.items() <= line.items():
-                    return line
+            if (path := self.directory / "rank0.gen0.jsonl").exists():
+                for event in logs.setdefault(path, EventLog(path)).read():
+                    if event["name"] == name and fields.items() <= event.items():
+                        return event
             if has_ended:  # before its whole log was looked through
                 break
             time.sleep(0.05)

@@ -35,6 +35,7 @@ STREAMS = (("joints", 3), ("imu", 2, "float64"))
 ACTIONS = ("dx", "dy")
 HORIZON, DT_NS, LEASE_NS = 4, 10 * MS, 200 * MS
 ANY_PORT = "tcp://127.0.0.1:0"
+LOOK_S, LOOK_MAX_S = 0.002, 0.05  # between two looks for what is waited for
 default_endpoint = ANY_PORT  # of configurations; the fixture either_socket changes it
 
 
@@ -196,11 +197,15 @@ def wait_until(
     seconds: float = 60.0,
     found: Callable[[], object] = lambda: "",
 ) -> None:
-    """Wait for what another thread or process does; fails after ``seconds``, and says ``found``."""
-    deadline_ns = now_ns() + round(seconds * 1e9)
+    """Wait for what another thread or process does; fails after ``seconds``, and says ``found``.
+
+    The longer it takes the more seldom it looks: that costs no more than a share of the time.
+    """
+    began_ns = now_ns()
     while not condition():
-        assert now_ns() < deadline_ns, f"it did not happen in time {found()}"
-        time.sleep(0.002)
+        waited_s = (now_ns() - began_ns) / 1e9
+        assert waited_s < seconds, f"it did not happen in time {found()}"
+        time.sleep(min(max(LOOK_S, waited_s / 16), LOOK_MAX_S))
 
 
 @contextmanager

@@ -1,9 +1,7 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from pathlib import Path
-from types import SimpleNamespace
 
 import d_sweep
 import pytest
@@ -19,7 +17,7 @@ from d_sweep_cells import (
     replica_cells,
     replica_targets,
 )
-from forked_process import forked_popen
+from forked_process import FORKING
 
 
 def row(depth: int, period_ms: float, *, age_ms: float = 20.0, threads: str = "serial") -> SweepRow:
@@ -82,8 +80,7 @@ def test_sweep_goes_on_behind_a_cell_that_the_gate_refuses(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Without overlap bring-up ends with 30; both its runs and the plot must be there."""
-    starts = SimpleNamespace(Popen=forked_popen, TimeoutExpired=subprocess.TimeoutExpired)
-    monkeypatch.setattr(real_runs, "subprocess", starts)
+    monkeypatch.setattr(real_runs, "subprocess", FORKING)
     target, picture = tmp_path / "sweep.json", tmp_path / "sweep.svg"
     options = "--stages 2:2:0 --depths 1 --threads serial --envelopes 100"
     command = [*options.split(), "--json", str(target), "--plot", str(picture)]
