@@ -2,23 +2,27 @@
 
 ``/`` links to them, for a browser. Each request has a thread and a time limit in all, and of too
 many at once the oldest is hung up on, so requests that do not end keep nobody who asks and reads.
-One at a time is answered: what it costs the rank does not grow with their number. Nothing can be
-changed through it. Other hosts reach it through a collector of this one, or a tunnel.
+One thread makes all answers, one at a time and for nobody who has gone: neither what they cost the
+rank nor the memory that the C library keeps of each thread that ever made one grows with the number
+of requests. Nothing can be changed through it. Other hosts reach it through a collector of this
+one, or a tunnel.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import select
 import sys
 import threading
 import traceback
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler
 from socket import SHUT_RDWR, socket
 from socketserver import ThreadingTCPServer
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 from urllib.parse import urlsplit
 
 from prometheus_client import CollectorRegistry, GCCollector, ProcessCollector
@@ -32,6 +36,7 @@ if TYPE_CHECKING:
     from prometheus_client.registry import Collector
 
 logger = logging.getLogger("ppstream")
+T = TypeVar("T")
 
 HOST: Final = "127.0.0.1"
 REQUEST_LIMIT_S: Final = 2.0
@@ -65,7 +70,8 @@ class HealthServer:
         ProcessCollector(registry=registry)
         GCCollector(registry=registry)
         registry.register(collector)
-        own = {"registry": registry, "health": staticmethod(health), "turn": threading.Lock()}
+        self._maker = ThreadPoolExecutor(1, "answers")
+        own = {"registry": registry, "health": staticmethod(health), "maker": self._maker}
         handler = type("Handler", (_Handler,), own)
         try:
             self._server = LimitedServer((HOST, port), handler)
@@ -87,6 +93,7 @@ class HealthServer:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join(REQUEST_LIMIT_S)
+        self._maker.shutdown(wait=False)
 
 
 class LimitedServer(ThreadingTCPServer):
@@ -138,7 +145,7 @@ class LimitedServer(ThreadingTCPServer):
 class _Handler(BaseHTTPRequestHandler):
     registry: CollectorRegistry
     health: Callable[[], Mapping[str, Any]]
-    turn: threading.Lock
+    maker: ThreadPoolExecutor
     server_version = "ppstream"
     sys_version = ""
 
@@ -146,12 +153,9 @@ class _Handler(BaseHTTPRequestHandler):
         path = urlsplit(self.path).path
         if path == "/metrics":
             encode, kind = choose_encoder(self.headers.get("Accept", ""))
-            with self.turn:
-                body = encode(self.registry)
-            self._answer(200, kind, body)
+            self._answer(200, kind, self._made(lambda: encode(self.registry)))
         elif path in ("/healthz", "/readyz"):
-            with self.turn:
-                found = dict(self.health())
+            found = self._made(lambda: dict(self.health()))
             ok = path == "/healthz" or found["phase"] in SERVING
             body = json.dumps(found, indent=1).encode() + b"\n"
             self._answer(200 if ok else 503, "application/json", body)
@@ -161,6 +165,21 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(404, "text/plain", b"/metrics /healthz /readyz\n")
 
     do_HEAD = do_GET
+
+    def _made(self, make: Callable[[], T]) -> T:
+        """Returns what ``make`` does on the thread that makes answers; it never makes None.
+
+        Raises:
+            ConnectionError: nobody is there any more, or the server was closed.
+        """
+        try:
+            asked = self.maker.submit(lambda: None if has_ended(self.connection) else make())
+        except RuntimeError as closed:
+            raise ConnectionAbortedError("the server was closed") from closed
+        made = asked.result()
+        if made is None:
+            raise ConnectionAbortedError("nobody waits for the answer")
+        return made
 
     def _answer(self, status: int, kind: str, body: bytes) -> None:
         self.send_response(status)
@@ -172,3 +191,10 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, *_: object) -> None:
         """A scrape is no event."""
+
+
+def has_ended(connection: socket) -> bool:
+    """True when it was reset, or closed in both directions; a client may close its own alone."""
+    ended = select.poll()
+    ended.register(connection, 0)
+    return bool(ended.poll(0))

@@ -101,10 +101,11 @@ def test_many_requests_that_do_not_end_keep_nobody_who_asks_and_the_oldest_go_fi
         half.close()
 
 
-def test_answers_are_made_one_at_a_time():
-    inside, most = [], []
+def test_answers_are_made_one_at_a_time_by_one_thread():
+    inside, most, makers = [], [], set()
 
     def slow():
+        makers.add(threading.current_thread())
         inside.append(1)
         most.append(len(inside))
         time.sleep(0.02)
@@ -119,6 +120,33 @@ def test_answers_are_made_one_at_a_time():
         thread.join()
     assert close(server)
     assert most == [1] * 8
+    assert len(makers) == 1  # what the allocator keeps of a thread grows by no answer more
+
+
+def test_no_answer_is_made_for_who_was_hung_up_on(monkeypatch):
+    monkeypatch.setattr(health_server, "REQUEST_LIMIT_S", 3600)  # no time ends them
+    made, is_made, may_go_on = [], threading.Event(), threading.Event()
+
+    def held():
+        made.append(1)
+        is_made.set()
+        assert may_go_on.wait(20)
+        return {"phase": "ready"}
+
+    server = HealthServer(0, Nothing(), held)
+    clients = []
+    for _ in range(44):
+        clients.append(socket.create_connection(("127.0.0.1", server.port), timeout=20))
+        clients[-1].sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert is_made.wait(20)  # the first one is being answered
+    newest = 44 - health_server.REQUESTS_MAX
+    assert all(map(ended, clients[:newest]))
+    may_go_on.set()
+    assert all(client.recv(12) == b"HTTP/1.0 200" for client in clients[newest:])
+    assert len(made) <= 1 + health_server.REQUESTS_MAX
+    assert close(server)
+    for client in clients:
+        client.close()
 
 
 def test_a_client_that_dies_is_its_own_affair_and_a_broken_answer_is_told(server, caplog):

@@ -50,6 +50,8 @@ CLOCK_JUMPS: Final = Recovering(
     undo=robot("clock_s", 0.0),
 )
 NAMES: Final = ("rank 0", "policy rank")
+#: Of /proc/PID/status; pages of files are no growth: the code of a rare fault is read when it runs.
+OWN_MEMORY: Final = ("RssAnon", "RssShmem")
 
 
 @dataclass(frozen=True)
@@ -142,7 +144,7 @@ def _sample_for(scene: Scene, soak: Soak, seconds: float) -> None:
 def _sample(pid: int, at_s: float) -> ProcessSample:
     status = Path(f"/proc/{pid}/status").read_text()
     fields = dict(line.split(":", 1) for line in status.splitlines())
-    memory_mb = int(fields["VmRSS"].split()[0]) / 1024
+    memory_mb = sum(int(fields[kind].split()[0]) for kind in OWN_MEMORY) / 1024
     descriptors = sum(1 for _ in Path(f"/proc/{pid}/fd").iterdir())
     return ProcessSample(at_s, memory_mb, descriptors, int(fields["Threads"]))
 
