@@ -173,6 +173,7 @@ def test_a_disk_that_is_full_at_the_start_is_one_error(
     assert make(run, disk / "out", *recordings) == ExitCode.CONFIG
     said = capsys.readouterr().err
     assert f"{disk / 'out'}: cannot be written: No space left on device" in said
+    assert "Traceback" not in said
 
 
 def test_other_errors_are_told_with_their_reason(tmp_path: Path) -> None:

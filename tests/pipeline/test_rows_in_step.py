@@ -29,6 +29,8 @@ ROUNDS = 30
 GATHER_MS = 40.0
 TURNS_MAX = 20  # looks at the input, by envelope
 FORMS = ["serial", "split", "inline", "kept warm", "device"]
+LEAVING = 9, 7, 4, 0  # samples of each robot, which then goes,
+SIZES = [4] * 4 + [2] * 3 + [1] * 2  # and the batches that hold those that are there
 IN_STEP = ("batch.rows=4", "pipeline.pacing=rows")
 STREAMS = {"joints": 3, "imu": 2}
 
@@ -195,22 +197,20 @@ def test_a_policy_of_any_rows_is_called_with_the_first_that_hold_all_robots(
     form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     policy = AnyRows()
-    rounds = 9, 7, 4, 0
     robots, lines = serve(
-        form, tmp_path, monkeypatch, *rounds, gather_ms=30_000, policy=policy, leaves=True
+        form, tmp_path, monkeypatch, *LEAVING, gather_ms=30_000, policy=policy, leaves=True
     )
-    assert robots.sent == [*rounds]
+    assert robots.sent == [*LEAVING]
     assert robots.wrong == []
-    assert len(lines) == max(rounds)
-    expected = [4] * 4 + [2] * 3 + [1] * 2
+    assert len(lines) == max(LEAVING)
     if form == "kept warm":  # with calls for nobody between
-        assert set(policy.given) == set(expected)
+        assert set(policy.given) == set(SIZES)
     else:
-        assert policy.given[-len(expected) :] == expected
+        assert policy.given[-len(SIZES) :] == SIZES
     if form != "inline":
         text = (tmp_path / "rank1.gen0.jsonl").read_text()
         told = [json.loads(line) for line in text.splitlines()]
-        assert [line["rows"] for line in told if line["kind"] == "stage1"] == expected
+        assert [line["rows"] for line in told if line["kind"] == "stage1"] == SIZES
 
 
 @pytest.mark.parametrize("form", [form for form in FORMS if form != "inline"])
@@ -218,18 +218,16 @@ def test_a_part_on_rank_0_is_called_with_the_first_rows_that_hold_all_robots(
     form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pieces = in_two()
-    rounds = 9, 7, 4, 0
     robots, _ = serve(
-        form, tmp_path, monkeypatch, *rounds, gather_ms=30_000, pieces=pieces, leaves=True
+        form, tmp_path, monkeypatch, *LEAVING, gather_ms=30_000, pieces=pieces, leaves=True
     )
-    assert robots.sent == [*rounds]
+    assert robots.sent == [*LEAVING]
     assert robots.wrong == []
-    expected = [4] * 4 + [2] * 3 + [1] * 2
     first, second = (piece.given for piece in pieces)
-    assert first[-len(expected) :] == expected
-    assert set(second) >= set(expected)
+    assert first[-len(SIZES) :] == SIZES
+    assert set(second) >= set(SIZES)
     if form != "kept warm":
-        assert second[-len(expected) :] == expected
+        assert second[-len(SIZES) :] == SIZES
 
 
 @pytest.mark.parametrize("runs_ahead", [False, True])

@@ -16,7 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
-from ppstream.core.errors import LogError
+from ppstream.core.errors import LogError, printable
 from ppstream.report.kernels import kineto, nsys
 from ppstream.report.kernels.findings import WARM_UP, Sum, TraceFindings, bottleneck, findings
 from ppstream.report.kernels.trace import Trace
@@ -28,7 +28,7 @@ NAME_WIDTH: Final = 52
 #: What names of kernels share; behind it they differ.
 COMMON: Final = re.compile(r"^void |\(anonymous namespace\)::|\b(?:at::native|c10|std)::")
 #: A trace in a run's folder, or one of ``tools/nsys_profile.sh``.
-OF_RANK: Final = re.compile(r"rank(\d+)(?:\.gen(\d+)\.(\d+))?\.(?:json|sqlite)")
+OF_RANK: Final = re.compile(r"rank(\d+)(?:\.gen(\d+)\.(\d+))?\.(?:json(?:\.gz)?|sqlite)$")
 US: Final = 1e-3  # per ns
 MS: Final = 1e-6  # per ns
 
@@ -79,7 +79,7 @@ def rank_lines(of_ranks: Mapping[int, TraceFindings], folder: Path) -> Iterator[
     heads = f"{'passes':>12} {'kernels':>8} {'work us':>9} {'busy':>6}"
     yield f"{'rank':{NAME_WIDTH}} {heads}  bottleneck"
     for rank, f in sorted(of_ranks.items()):
-        name = _cut(f"{rank} {parts.get(rank, '')}".rstrip())
+        name = printable(f"{rank} {parts.get(rank, '')}".rstrip(), NAME_WIDTH)
         passes = f"{f.passes} of {f.pass_name}" if f.passes else "unknown"
         calls, work = _per_pass(f) if f.passes else ("", "")
         kind, why = bottleneck(f)
