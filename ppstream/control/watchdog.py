@@ -64,9 +64,14 @@ def stage_b_limit_ns(watchdog_ns: int, usual_b_ns: int) -> int:
     return max(watchdog_ns, USUAL_FACTOR * usual_b_ns)
 
 
+def is_warm(phase: str) -> bool:
+    """True behind builds and first calls: before, any may hold its interpreter for long."""
+    return phase not in ("starting", "warming")
+
+
 def is_patient(phase: str, mode: str) -> bool:
     """True when a standstill may be long: first calls compile, and a profiler writes its trace."""
-    return phase in ("starting", "warming") or mode != "throughput"
+    return not is_warm(phase) or mode != "throughput"
 
 
 class Marked(Protocol):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from ppstream.control.watchdog import is_patient
+from ppstream.control.watchdog import is_patient, is_warm
 from ppstream.core.clock import NS_PER_MS, NS_PER_S, now_ns
 from ppstream.core.cpus import RunDelay, StageCost
 from ppstream.core.errors import PeerLostError
@@ -245,8 +245,10 @@ class HostPolicyRank(PolicyRank):
         limit_ns = super().standstill_ns
         if not self._is_in_mesh:
             return limit_ns
-        is_warm = not is_patient(self.phase, self.log.mode)  # before, graphs are being recorded
-        waits = waits_for_collective(self.mark.thread_id) or (is_warm and waits_for_gpu())
+        waits = waits_for_collective(self.mark.thread_id) or (
+            not is_patient(self.phase, self.log.mode)  # before, graphs are being recorded
+            and waits_for_gpu()
+        )
         return limit_ns + MESH_SPARE_NS * waits
 
     def close(self) -> None:
@@ -256,7 +258,7 @@ class HostPolicyRank(PolicyRank):
     def wait(self) -> None:
         """As ``PolicyRank``."""
         began = self.times.begin()
-        if self.phase != "warming":
+        if is_warm(self.phase):
             self.peer.check_alive(began, self._frozen_ns)
         if self._answered is not None and not self._keep_warm.expects(self.phase):
             self._ready = self.waiter.wait(ACCOUNT_NS)

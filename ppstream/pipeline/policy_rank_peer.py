@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final, Protocol, TypeVar
 
 from ppstream.control.peer_process import HeldProcess
+from ppstream.control.watchdog import is_warm
 from ppstream.core.clock import NS_PER_MS, NS_PER_S, now_ns
 from ppstream.core.errors import PeerLeftError, PeerLostError, ProtocolError, WatchdogError
 from ppstream.core.user_code import Fault
@@ -143,7 +144,7 @@ class PolicyRankPeer:
             MeshSplitError: some ranks of a mesh alone raised on an envelope.
             WatchdogError: a result is owed for too long.
         """
-        if self._rank0.phase != "warming":
+        if is_warm(self._rank0.phase):
             self.peer.check_alive(now, self._frozen_ns)
         if self._mesh is not None:
             self._mesh.check(now)

@@ -11,26 +11,34 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 
 import pytest
-from ranks import SERVED, Ranks
+from ranks import SERVED, Ranks, placed
 
 pytestmark = pytest.mark.multirank
 
 STANDING = (
-    "policy.target=drill.standing_policy:build",
-    "policy.options.inner=ppstream_stages.simulated:build",
     "liveness.heartbeat_ms=5",
     "bringup.overlap_min=0",
     SERVED,
 )
+WHOLE = (
+    "policy.target=drill.standing_policy:build",
+    "policy.options.inner=ppstream_stages.simulated:build",
+)
+IN_PARTS = ("policy.target=policy_in_parts:build", *placed(0, 1, 1))
+SHAPE = "steps=8, dim=5, horizon=4, action_dim=2"
 STANDS_S = 6.0  # full after 1.5 s, and 2 s more for somebody to take something
 TOO_LONG = "liveness.start_s=5"
 RUNS = {
-    "build": (f"policy.options.build_s={STANDS_S}",),
+    "build": (
+        *WHOLE,
+        f"policy.options.build_s={STANDS_S}",
+    ),
     # no other Python thread runs: the heart does not beat meanwhile
-    "build that holds": (f"policy.options.build_s={STANDS_S}", "policy.options.holds=true"),
-    "first call": (f"policy.options.first_s={STANDS_S}",),
-    "endless build": (TOO_LONG, "policy.options.build_s=3600"),
-    "endless first call": (TOO_LONG, "policy.options.first_s=3600"),
+    "build that holds": (*WHOLE, f"policy.options.build_s={STANDS_S}", "policy.options.holds=true"),
+    "rank 0 that holds": (*IN_PARTS, f"policy.options={{{SHAPE}, first_s={STANDS_S}}}"),
+    "first call": (*WHOLE, f"policy.options.first_s={STANDS_S}"),
+    "endless build": (*WHOLE, TOO_LONG, "policy.options.build_s=3600"),
+    "endless first call": (*WHOLE, TOO_LONG, "policy.options.first_s=3600"),
 }
 
 
@@ -43,7 +51,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Ranks]]
         }
 
 
-@pytest.mark.parametrize("what", ["build", "build that holds", "first call"])
+@pytest.mark.parametrize("what", ["build", "build that holds", "rank 0 that holds", "first call"])
 def test_what_outlasts_every_socket_is_waited_for(runs: dict[str, Ranks], what: str) -> None:
     ranks = runs[what]
     assert ranks.wait(90) == [0, 0], ranks.output()

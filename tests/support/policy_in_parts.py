@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import time
 from collections.abc import Mapping
 from typing import Any, Final
@@ -33,9 +34,14 @@ class _Part:
 
 
 class First(_Part):
-    """Window to its mean and its newest step."""
+    """Window to its mean and its newest step; no Python thread runs in ``first_s`` of a call."""
+
+    first_s = 0.0
 
     def __call__(self, window: Mapping[str, Tensor], out: Mapping[str, Tensor]) -> None:
+        if self.first_s:
+            ctypes.PyDLL(None).usleep(round(self.first_s * 1e6))
+            self.first_s = 0.0
         self.refuse(window["state.values"])
         out["mean"].copy_(window["state.values"].mean(1))
         out["newest"].copy_(window["state.values"][:, -1])
@@ -88,8 +94,10 @@ def build(options: Mapping[str, Any], device: torch.device) -> list[_Part]:
     actions = TensorSpec("actions", (options["horizon"], options["action_dim"]))
     middle = Middle("middle", (mean, values), (total,), options)
     middle.lacks_weights = options.get("fails") == "load"
+    first = First("first", (values,), (mean, newest), options)
+    first.first_s = options.get("first_s", 0.0)
     return [
-        First("first", (values,), (mean, newest), options),
+        first,
         middle,
         Last("last", (total, newest, values), (actions,), options),
     ]

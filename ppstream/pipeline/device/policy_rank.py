@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
+from ppstream.control.watchdog import is_warm
 from ppstream.core.clock import NS_PER_MS, now_ns
 from ppstream.core.errors import ProtocolError
 from ppstream.core.realtime import end_timeouts_on_time
@@ -331,7 +332,7 @@ class DevicePolicyRank(PolicyRank):
             self.peer.pump()
         now = now_ns()
         self._poll_frames_ns = now + POLL_FRAMES_NS
-        if self.phase != "warming":
+        if is_warm(self.phase):
             self.peer.check_alive(now, self._frozen_ns)
         if self._parts.clock.renew_when_due():
             self.log.event("clock", **self._parts.clock.state._asdict())
