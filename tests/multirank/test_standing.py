@@ -29,10 +29,7 @@ SHAPE = "steps=8, dim=5, horizon=4, action_dim=2"
 STANDS_S = 6.0  # full after 1.5 s, and 2 s more for somebody to take something
 TOO_LONG = "liveness.start_s=5"
 RUNS = {
-    "build": (
-        *WHOLE,
-        f"policy.options.build_s={STANDS_S}",
-    ),
+    "build": (*WHOLE, f"policy.options.build_s={STANDS_S}"),
     # no other Python thread runs: the heart does not beat meanwhile
     "build that holds": (*WHOLE, f"policy.options.build_s={STANDS_S}", "policy.options.holds=true"),
     "rank 0 that holds": (*IN_PARTS, f"policy.options={{{SHAPE}, first_s={STANDS_S}}}"),
