@@ -6,6 +6,7 @@ executes them. Sending never waits; samples that cannot be sent now are counted 
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
@@ -24,13 +25,7 @@ from ppstream.robot.statistics import ClientStatistics
 from ppstream.robot.timeline import ActionTimeline
 from ppstream.robot.told_wait import Say
 from ppstream.wire.keys import ClientKeys
-from ppstream.wire.robot_messages import (
-    ActionChunk,
-    Conditioned,
-    Described,
-    ResetRequest,
-    Samples,
-)
+from ppstream.wire.robot_messages import ActionChunk, Conditioned, Described, ResetRequest, Samples
 
 if TYPE_CHECKING:
     from ppstream.robot.fleet_directory import FleetDirectory
@@ -114,6 +109,7 @@ class RobotClient:
         )
         self.on_chunk = on_chunk
         self._link: RobotLink | None = None
+        self._pid = os.getpid()
         self._asking = threading.Lock()
         self._asked: Asking | None = None
         self._merged: deque[tuple[ActionChunk, int]] = deque(maxlen=MERGED_MAX)
@@ -377,9 +373,9 @@ class RobotClient:
         """Send what is gathered, say goodbye, release the socket. Twice is fine.
 
         A chunk that comes too late to be executed, or was not read yet, is counted as ``closed``
-        and reported.
+        and reported. A process that was forked closes nothing: the session is its parent's.
         """
-        if self._link is not None:
+        if self._link is not None and os.getpid() == self._pid:
             self._flush(self._link)
             with self._link.changed:
                 self._is_closing = True

@@ -407,7 +407,7 @@ class UnixClient(_UnixSocket):
     def _leave(self) -> None:
         """Close the connection, if there is one; the lock is held."""
         if self._server is not None:
-            with suppress(FileNotFoundError):  # a process that was forked has closed it, too
+            with suppress(FileNotFoundError):  # a process that was forked has done so, too
                 self._epoll.unregister(self._server.fileno())
             self._server.close()
             self._server = None
