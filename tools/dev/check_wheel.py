@@ -3,6 +3,7 @@
 Checks that it carries every file of the three packages and no other top-level name, that a robot's
 side installs and imports without torch, and that with ``[serve,cuda]`` an arm of ``ppstream init``
 runs at once on two ranks and drains. Needs pip and the network, or wherever pip is told to look.
+The ranks pass the gate: where something else runs beside the installation, start them afterwards.
 """
 
 from __future__ import annotations
@@ -50,17 +51,29 @@ assert "site-packages" in ppstream.__file__, ppstream.__file__
 def main() -> int:
     """Run every check in a temporary folder; the first that fails says what it ran."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--no-ranks", action="store_true", help="skip the run on two ranks")
+    parser.add_argument("--install", type=Path, help="all but the ranks, in this new folder")
+    parser.add_argument("--ranks", type=Path, help="the ranks alone, of an earlier --install")
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="ppstream-wheel-") as name:
-        folder = Path(name)
-        wheel = build(folder)
-        check_contents(wheel)
-        check_robot_side(wheel, folder)
-        if not args.no_ranks:
-            check_two_ranks(wheel, folder)
-    print_progress("the wheel is complete")
+    if args.ranks:
+        check_two_ranks(args.ranks.resolve())
+    elif args.install:
+        args.install.mkdir(parents=True)
+        check_installation(args.install.resolve())
+    else:
+        with tempfile.TemporaryDirectory(prefix="ppstream-wheel-") as name:
+            check_installation(Path(name))
+            check_two_ranks(Path(name))
     return 0
+
+
+def check_installation(folder: Path) -> None:
+    """The wheel has what it must, and installs in ``folder`` for a robot and for a server."""
+    wheel = build(folder)
+    check_contents(wheel)
+    check_robot_side(wheel, folder)
+    print_progress("installing it with [serve,cuda]")
+    python = environment(folder / "serve", f"{wheel}[serve,cuda]")
+    run(python, "-c", SERVER_SIDE, cwd=folder / "serve")
 
 
 def build(folder: Path) -> Path:
@@ -100,18 +113,17 @@ def check_robot_side(wheel: Path, folder: Path) -> None:
         run(python.with_name(name), "--help", cwd=elsewhere, quiet=True)
 
 
-def check_two_ranks(wheel: Path, folder: Path) -> None:
+def check_two_ranks(folder: Path) -> None:
     """Two ranks of the installed wheel come up with a new arm, pass the gate, serve and drain."""
-    print_progress("installing it with [serve,cuda], running two ranks of a new arm")
-    python = environment(folder / "serve", f"{wheel}[serve,cuda]")
+    print_progress("running two ranks of a new arm")
+    ppstream = folder / "serve" / "bin" / "ppstream"
     elsewhere = folder / "serve" / "elsewhere"
     elsewhere.mkdir()
-    ppstream = python.with_name("ppstream")
-    run(python, "-c", SERVER_SIDE, cwd=elsewhere)
     run(ppstream, "check", "ppstream_stages:bench.toml", cwd=elsewhere, quiet=True)
     run(ppstream, "init", "my-arm", cwd=elsewhere)
     run(ppstream, *TWO_RANKS, cwd=elsewhere, limit_s=RUN_LIMIT_S)
     run(ppstream, "report", "logs/latest", "--html", "page.html", cwd=elsewhere)
+    print_progress("the wheel is complete")
 
 
 def environment(folder: Path, requirement: str) -> Path:
