@@ -44,6 +44,7 @@ STATE: Final = ".resample"  # in the output's folder
 JOB: Final = "job.json"
 COMPLETE: Final = "complete.json"
 LOGGER: Final = "ppstream"
+PRELOADED: Final = ("ppstream.data.job", "ppstream.data.cutting")  # that workers have in common
 
 OnError = Literal["skip", "fail"]
 Told = Callable[["InputRecord", int], None]
@@ -309,7 +310,10 @@ def _as_made(waiting: set[Future[InputRecord]]) -> Iterator[InputRecord]:
 
 @contextmanager
 def _workers(count: int) -> Iterator[Executor]:
-    pool = ProcessPoolExecutor(count, get_context("spawn"), _begin_worker)
+    """Processes forked from one that has imported torch once and has no threads of ours."""
+    context = get_context("forkserver")
+    context.set_forkserver_preload(list(PRELOADED))
+    pool = ProcessPoolExecutor(count, context, _begin_worker)
     try:
         yield pool
     finally:

@@ -11,7 +11,6 @@ import numpy as np
 
 from ppstream.config.schema import PipelineConfig
 from ppstream.core.errors import ConfigError
-from ppstream.data.cutting import BatchCutter
 from ppstream.data.episode import Cut, RecordedEpisode, episodes_of
 from ppstream.data.inputs import DataInput, read_input
 from ppstream.recording.camera_images import need_jpeg
@@ -20,6 +19,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ppstream.config.schema import StreamConfig
+    from ppstream.data.cutting import BatchCutter
     from ppstream.recording.lerobot_folder import VideoSegment
 
 Content = Literal["windows", "episodes"]
@@ -107,6 +107,8 @@ class OutputFormat(Protocol):
 
 def prepare(one: DataInput, settings: DataSettings) -> PreparedInput:
     """Reads an input, except for frames. Raises ConfigError as its parts do."""
+    from ppstream.data.cutting import BatchCutter  # torch, which a job needs in its workers alone
+
     source = read_input(one, settings.config)
     found = episodes_of(one.path, source.recording, settings.config, settings.cut, settings.steps)
     prepared = [

@@ -13,7 +13,6 @@ import numpy as np
 
 from ppstream.config.schema import CHANNELS
 from ppstream.config.to_toml import as_toml
-from ppstream.data.cutting import shown_frames
 from ppstream.data.outputs import (
     DataPart,
     DataSettings,
@@ -119,6 +118,8 @@ class _PixelPool:
     """Frames of one camera that an input's windows have, each once."""
 
     def __init__(self, camera: StreamConfig, episodes: Sequence[PreparedEpisode]) -> None:
+        from ppstream.data.cutting import shown_frames
+
         assert camera.image is not None
         self._numbers = [shown_frames(camera, one.episode) for one in episodes]
         self._frames = [one.episode.frames[camera.name] for one in episodes]

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from camera_files import CameraFile, arm, camera, two_cameras, write_cameras
+from forked_process import run_forked
 from recording_files import S, picture
 from resample_runs import LIMIT_S, make, settings, write_config, write_recording
 from stream_cases import MS, config
@@ -147,8 +147,10 @@ def test_a_full_disk_under_frames_ends_no_process(disk: Path, tmp_path: Path) ->
             file.image("/top", stamp_ns, picture(*size, number), size=size)
     run = write_config(tmp_path, config(arm(), camera("top", "/top", size), steps=2, dt_ms=20))
     fill(disk, 3_500_000)
-    command = [sys.executable, "-c", BOTH_FORMS, "--config", run, "--jobs", "1", path]
-    done = subprocess.run(command, cwd=disk, capture_output=True, text=True, timeout=LIMIT_S)
+    both = tmp_path / "both.py"
+    both.write_text(BOTH_FORMS)
+    command = [str(both), "--config", str(run), "--jobs", "1", str(path)]
+    done = run_forked(command, LIMIT_S, disk)
     assert done.stdout.split() == [str(int(ExitCode.CONFIG))] * 2, done.stderr
     for form, said in zip(FORMS, done.stderr.splitlines(), strict=True):
         assert said.startswith(f"resample: {form}: the disk is full: 3.3 MiB free")

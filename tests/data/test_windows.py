@@ -6,10 +6,8 @@ import itertools
 import json
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,9 @@ import numpy as np
 import pytest
 import torch
 from camera_files import HEIGHT, WIDTH, two_cameras, write_cameras
+from forked_process import ForkedProcess, start_server
 from resample_runs import settings, write_config, write_recording
+from robot_rig import wait_until
 from torch import Tensor
 from training_process import BATCH, SEED, digests
 
@@ -101,7 +101,9 @@ def test_ranks_are_torchrun_s_unless_stated(
 @pytest.mark.parametrize("workers", [1, 3])
 def test_workers_change_no_bit(recordings: list[Path], workers: int) -> None:
     alone = list(windows(recordings).batches())
+    files = len(os.listdir("/proc/self/fd"))
     shared = list(windows(recordings).batches(workers=workers))
+    assert len(os.listdir("/proc/self/fd")) < files + len(shared), "batches that are kept hold none"
     assert len(alone) == len(shared) == len(windows(recordings))
     assert all(map(same, alone, shared))
 
@@ -143,38 +145,32 @@ def test_a_state_of_something_else_is_refused(recordings: list[Path]) -> None:
     windows(recordings).load_state_dict(state)
 
 
-@contextmanager
-def training(folder: Path, recordings: list[Path], stop: int) -> Iterator[Any]:
+def trained(folder: Path, recordings: list[Path], stop: int) -> list[str]:
+    """What a process with four workers printed until it was killed, after ``stop`` batches."""
     words = [write_config(folder, settings()), folder / "cache", folder / "state.json", 4]
-    process = subprocess.Popen(
-        [sys.executable, str(TRAINING), *map(str, (*words, stop, *recordings))],
-        stdout=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    command = [str(TRAINING), *map(str, (*words, stop, *recordings))]
+    output, errors = folder / f"{stop}.output", folder / "errors"
+    process = ForkedProcess(command, os.environ, output, errors=errors, own_session=True)
     try:
-        yield process
+        wait_until(lambda: output.exists() and output.read_bytes().count(b"\n") == stop)
+        process.kill()  # its four workers have read ahead
+        assert process.wait(60) == -signal.SIGKILL
     finally:
-        os.killpg(process.pid, signal.SIGKILL)  # workers that had only just begun, too
-        process.communicate()
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # workers that had only just begun, too
+        process.wait()
+    return output.read_text().splitlines()
 
 
-def test_killed_with_four_workers_the_next_process_goes_on_bit_for_bit(
-    recordings: list[Path], tmp_path: Path
-) -> None:
-    recordings = recordings[:3]  # 150 windows in batches of 2: in the 14th epoch
-    whole, kill_at = 1010, 1000
+def test_killed_with_four_workers_the_next_process_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    recordings = [write_recording(tmp_path / f"{n}.npz", n, seconds=2.5) for n in range(3)]
+    whole, kill_at = 1010, 1000  # 750 windows in batches of 2: in the third epoch
     expected = list(itertools.islice(digests(windows(recordings, BATCH, seed=SEED)), whole))
     assert len(set(expected)) > 900  # epochs may share a pair
-    with training(tmp_path, recordings, kill_at) as process:
-        first = [process.stdout.readline().strip() for _ in range(kill_at)]
-        os.kill(process.pid, signal.SIGKILL)  # its four workers have read ahead
-        assert process.wait(60) == -signal.SIGKILL
+    first = trained(tmp_path, recordings, kill_at)
     state = json.loads((tmp_path / "state.json").read_text())
     assert state["epoch"] * len(windows(recordings, BATCH)) + state["batch"] == kill_at
-    with training(tmp_path, recordings, whole - kill_at) as process:
-        then = [process.stdout.readline().strip() for _ in range(whole - kill_at)]
-    assert first + then == expected
+    assert first + trained(tmp_path, recordings, whole - kill_at) == expected
 
 
 def test_indices_of_a_billion_windows_cost_no_memory() -> None:
@@ -230,12 +226,13 @@ def test_batches_have_the_frames_of_the_windows(filmed: list[Path]) -> None:
 
 
 @pytest.mark.parametrize(
-    "loader", [{"workers": 2}, {"workers": 2, "multiprocessing_context": "spawn"}]
+    "loader", [{"workers": 2}, {"workers": 2, "multiprocessing_context": "forkserver"}]
 )
 @pytest.mark.parametrize("is_cached", [False, True])
 def test_frames_are_the_same_by_any_workers_and_from_a_cache(
     filmed: list[Path], tmp_path: Path, is_cached: bool, loader: dict[str, Any]
 ) -> None:
+    start_server()  # which inherits nothing of what was opened here
     alone = list(of_cameras(filmed).batches())
     cache = tmp_path / "columns" if is_cached else None
     assert all(map(same, alone, of_cameras(filmed, cache=cache).batches(**loader)))

@@ -18,6 +18,7 @@ import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from types import SimpleNamespace
@@ -88,6 +89,12 @@ class ForkedProcess:
 
     def terminate(self) -> None:
         self.send_signal(signal.SIGTERM)
+
+
+def start_server() -> None:
+    """Starts it now, for code that would start one of its own by ``multiprocessing``."""
+    with _server_finds_imports():
+        forkserver.ensure_running()
 
 
 def run_forked(
@@ -225,6 +232,7 @@ def _run(
 ) -> None:
     """The life of the forked process."""
     multiprocessing.current_process().daemon = False  # it may start processes, as any program
+    multiprocessing.set_start_method(None, force=True)  # by its own default
     if own_session:
         os.setsid()
     if network:

@@ -40,9 +40,9 @@ SMALL_ON_CPUS: Final = (
     'simulate={a_ms=0, c_ms=0, kind="sleep"}',
     "policy.options={steps=64, dim=270, streams=2, horizon=16, action_dim=7, width=128, "
     'encoder_blocks=1, decoder_blocks=1, dtype="float32"}',
-    "bringup.envelopes=200",
-    "bringup.warmup_max=60",
-    "bringup.standalone=5",
+    "bringup.envelopes=100",
+    "bringup.warmup_max=20",
+    "bringup.standalone=3",
     "actions.lease_ms=5000",
 )
 pytestmark = pytest.mark.multirank
@@ -95,17 +95,31 @@ def test_a_mesh_is_brought_up_and_serves_a_robot(
 
     starts = SimpleNamespace(Popen=served, TimeoutExpired=subprocess.TimeoutExpired)
     monkeypatch.setattr(real_runs, "subprocess", starts)
-    found = policy_cut.measure_mesh("two_gpus", SMALL_ON_CPUS, 2, 0.5)
+    monkeypatch.setattr(policy_cut, "SETTLE_S", 0.2)
+    found = policy_cut.measure_mesh("two_gpus", SMALL_ON_CPUS, 2, 0.0)  # until a chunk has come
     assert found.ranks == 2
     assert found.b_ms > found.rank0_ms > 0
     assert min(found.period_ms, found.age_ms) > found.rank0_ms
-    assert found.hz > 1
+    assert found.hz > 1 / policy_cut.CHUNK_S
     assert found.memory_gib == []  # no GPU
     policy_cut.print_mesh(found, found._replace(ranks=1, b_ms=2 * found.b_ms))
     assert "two_gpus, mesh of 2" in (said := capsys.readouterr().out)
     assert "2.00 x as fast as whole" in said
     long = found._replace(rank0_ms=8.0, b_ms=10.0, period_ms=11.0)
     assert [target.reached for target in policy_cut.mesh_targets([long])] == [pytest.approx(1.1)]
+
+
+def test_a_robot_that_gets_no_chunk_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("SETTLE_S", "CHUNK_S"):
+        monkeypatch.setattr(policy_cut, name, 0.0)
+    robot = policy_cut.CameraRobot(f"unix://{tmp_path}/nobody", "two_gpus")
+    with (
+        robot.client,
+        pytest.raises(SystemExit, match=r"no chunk came within 0\.. s, want at least"),
+    ):
+        robot.measure(0.0)
 
 
 def test_cubics_predict_a_smooth_recording_better_than_lines(tmp_path: Path) -> None:

@@ -54,6 +54,8 @@ AGE_ABOVE_MS: Final = 1.5  # of a paced robot, against one GPU's
 S_MIN: Final = 0.95
 PACE: Final = 1.5
 SETTLE_S: Final = 1.0  # of a new pace
+CHUNK_S: Final = 20.0  # longest wait for a chunk beyond what was asked for,
+CHUNK_LOOK_S: Final = 0.1  # in such steps
 READY_S: Final = 240.0
 LOOK_S: Final = 0.5  # between looks at ranks that start
 ENVELOPES: Final = 240  # of bring-up
@@ -113,11 +115,20 @@ class CameraRobot:
             time.sleep(max(0, (min(due_ns.values()) - now_ns()) * 1e-9))
 
     def measure(self, duration_s: float, most_hz: float = float("inf")) -> tuple[float, float]:
-        """Returns chunks a second and their median age in ms, once the pace has settled."""
+        """Returns chunks a second and their median age in ms, once the pace has settled.
+
+        Goes on, ``CHUNK_S`` at most, until a chunk has come. Raises SystemExit: none has.
+        """
         self.run(SETTLE_S, most_hz)
         self.ages_ms.clear()
         begun_ns = now_ns()
         self.run(duration_s, most_hz)
+        while not self.ages_ms:
+            if (passed_s := (now_ns() - begun_ns) / NS_PER_S) > duration_s + CHUNK_S:
+                raise SystemExit(
+                    f"no chunk came within {passed_s:.1f} s, want at least one: see rank 0's log"
+                )
+            self.run(CHUNK_LOOK_S, most_hz)
         passed_s = (now_ns() - begun_ns) / NS_PER_S
         return len(self.ages_ms) / passed_s, statistics.median(self.ages_ms)
 
