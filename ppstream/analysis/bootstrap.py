@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 from itertools import accumulate
 from typing import Final
 
@@ -33,19 +35,30 @@ def interval(
     blocks = [sums for rows in runs for sums in block_sums(rows, block)]
     if not blocks:
         return None
-    draws = -(-n // block)
-    source = random.Random(SEED)
-    found: list[float] = []
-    for _ in range(RESAMPLES):
-        picked = source.choices(blocks, k=draws)
-        value = statistic(tuple(map(sum, zip(*picked, strict=True))))
-        if value is not None:
-            found.append(value)
+    resampled = (statistic(sums) for sums in resamples(blocks, -(-n // block)))
+    found = [value for value in resampled if value is not None]
     if not found:
         return None
     found.sort()
     last = len(found) - 1
     return found[round(TAIL * last)], found[round((1 - TAIL) * last)]
+
+
+def resamples(blocks: Sequence[Row], draws: int) -> Iterator[Row]:
+    """Sums of ``draws`` blocks that are drawn with replacement, for each resample."""
+    drawn = _drawn(len(blocks), draws)
+    for start in range(0, len(drawn), draws):
+        picked = [blocks[i] for i in drawn[start : start + draws]]
+        yield tuple(map(sum, zip(*picked, strict=True)))
+
+
+@lru_cache(maxsize=4)
+def _drawn(blocks: int, draws: int) -> array[int]:
+    """Indices of all resamples, one after the other; runs that are compared are often as long."""
+    source, drawn = random.Random(SEED), array("I")
+    for _ in range(RESAMPLES):
+        drawn.extend(source.choices(range(blocks), k=draws))
+    return drawn
 
 
 def block_length(n: int) -> int:

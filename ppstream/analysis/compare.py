@@ -100,8 +100,8 @@ def compare(a: Side, b: Side) -> Comparison:
     rows = [[_rows(report.window) for _, report in side.runs] for side in (a, b)]
     every = [row for side in rows for run in side for part in run for row in part]
     known = {n: at for n, at in QUANTITIES.items() if at == 1 or all(row[at] > 0 for row in every)}
-    found = tuple(_difference(name, rows[0], rows[1], at) for name, at in known.items())
-    return Comparison(a, b, found, tuple(_knobs(a, b)))
+    found = _differences_of(known, *rows)
+    return Comparison(a, b, tuple(found), tuple(_knobs(a, b)))
 
 
 def _refusal(differences: Sequence[str]) -> str:
@@ -226,22 +226,20 @@ def _rows(window: JudgedSpan) -> list[list[Row]]:
     ]
 
 
-def _difference(name: str, a: Sequence[Run], b: Sequence[Run], at: int) -> Difference:
-    def mean(row: Row) -> float:
-        return row[at] / row[0]
-
-    values = [
-        mean(_total([row for run in side for part in run for row in part])) for side in (a, b)
-    ]
+def _differences_of(
+    quantities: Mapping[str, int], a: Sequence[Run], b: Sequence[Run]
+) -> Iterator[Difference]:
+    """Of each quantity, by its place in a row; all of them from the same resamples."""
     source = random.Random(SEED)
-    blocks = [[_blocks(run) for run in side] for side in (a, b)]
-    changes = sorted(
-        mean(_resampled(blocks[1], source)) / mean(_resampled(blocks[0], source)) - 1
-        for _ in range(RESAMPLES)
-    )
-    last = len(changes) - 1
-    low, high = changes[round(TAIL * last)], changes[round((1 - TAIL) * last)]
-    return Difference(name, values[0] / 1e6, values[1] / 1e6, values[1] / values[0] - 1, low, high)
+    blocks = [[_blocks(run) for run in side] for side in (b, a)]
+    drawn = [[_resampled(side, source) for side in blocks] for _ in range(RESAMPLES)]
+    whole = [_total([row for run in side for part in run for row in part]) for side in (a, b)]
+    for name, at in quantities.items():
+        changes = sorted((b[at] / b[0]) / (a[at] / a[0]) - 1 for b, a in drawn)
+        last = len(changes) - 1
+        low, high = changes[round(TAIL * last)], changes[round((1 - TAIL) * last)]
+        first, second = (row[at] / row[0] for row in whole)
+        yield Difference(name, first / 1e6, second / 1e6, second / first - 1, low, high)
 
 
 class _Blocks(NamedTuple):

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple, get_type_hints
 
-from ppstream.analysis.json_values import int_of, mapping_of, shown, text_of
+from ppstream.analysis.json_values import INT_MAX, int_of, mapping_of, shown, text_of
 from ppstream.analysis.records import (
     ENVELOPES,
     REQUESTS,
@@ -335,7 +335,13 @@ def _stage1(line: LogLine) -> PolicyLine:
 def _declared(kind: type, line: LogLine) -> dict[str, Any]:
     """Numbers, texts and names of the line, by the fields that ``kind`` declares."""
     found, where = line.fields, line.where
-    values: dict[str, Any] = {name: int_of(found, name, where) for name in _NUMBERS[kind]}
+    get = found.get
+    values: dict[str, Any] = {  # what most fields have costs no call
+        name: value
+        if (value := get(name)) is None or (type(value) is int and -INT_MAX <= value <= INT_MAX)
+        else int_of(found, name, where)
+        for name in _NUMBERS[kind]
+    }
     for name in _TEXTS[kind]:
         values[name] = text_of(found.get(name))
     values["kind"], values["run_id"] = (

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import groupby, pairwise
 from statistics import fmean, median, pstdev
 from typing import Final
@@ -24,7 +25,7 @@ IDLE_PERIODS: Final = 5  # a gap this long, spent waiting for input, closes the 
 IDLE_SHARE: Final = 0.8  # of the gap is input wait
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Segment:
     """Envelopes of consecutive seq, drops included; the first and the last one are emitted."""
 
@@ -39,16 +40,16 @@ class Segment:
     def last(self) -> Envelope:
         return self.envelopes[-1]
 
-    @property
+    @cached_property
     def measured(self) -> tuple[Envelope, ...]:
         """All after the opening one: what the segment's time was spent on."""
         return self.envelopes[1:]
 
-    @property
+    @cached_property
     def emitted(self) -> list[Envelope]:
         return [envelope for envelope in self.envelopes if envelope.is_emitted]
 
-    @property
+    @cached_property
     def periods_ns(self) -> list[int]:
         return [_emit(b) - _emit(a) for a, b in pairwise(self.emitted)]
 
@@ -57,7 +58,7 @@ class Segment:
         return _emit(self.last) - _emit(self.first)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class JudgedSpan:
     """The judged span: segments of one generation and one choice of phases."""
 
@@ -69,11 +70,11 @@ class JudgedSpan:
     steady: bool
     perturbed: int  # envelopes left out because a profiler or a fault hook was on
 
-    @property
+    @cached_property
     def measured(self) -> list[Envelope]:
         return [envelope for segment in self.segments for envelope in segment.measured]
 
-    @property
+    @cached_property
     def emitted(self) -> list[Envelope]:
         return [envelope for envelope in self.measured if envelope.is_emitted]
 
@@ -82,7 +83,7 @@ class JudgedSpan:
         """Periods in the window."""
         return len(self.emitted)
 
-    @property
+    @cached_property
     def span_ns(self) -> int:
         """T: from the first emit to the last, summed over the segments."""
         return sum(segment.span_ns for segment in self.segments)

@@ -117,7 +117,8 @@ class GcControl:
     """Collections at moments that a loop offers; a context manager for the loop's thread.
 
     While it is entered, the whole process collects nothing by itself, and what existed before is
-    never looked at. It frees little: reference counts go on freeing the rest.
+    never looked at; behind it, too, where something was frozen before. It frees little: reference
+    counts go on freeing the rest.
     """
 
     def __init__(self) -> None:
@@ -126,9 +127,10 @@ class GcControl:
         self._due_ns = 0
         self._overdue_ns = 0
         self._was_enabled = True
+        self._was_frozen = False
 
     def __enter__(self) -> GcControl:
-        self._was_enabled = gc.isenabled()
+        self._was_enabled, self._was_frozen = gc.isenabled(), gc.get_freeze_count() > 0
         freeze_garbage()
         gc.disable()
         self._schedule(now_ns())
@@ -140,7 +142,8 @@ class GcControl:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        gc.unfreeze()
+        if not self._was_frozen:
+            gc.unfreeze()
         if self._was_enabled:
             gc.enable()
 

@@ -157,12 +157,11 @@ def test_a_new_stamp_is_one_line_in_one_file(
     (tmp_path / "run.json").write_text(json.dumps(run))
     places = [tmp_path, ROOT / "kernels", ROOT / "stages", ROOT / "tests/support"]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, places))}
-    for code in (script, READ):
-        command = [sys.executable, "-c", code, str(tmp_path)]
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=100, env=environment, cwd=tmp_path
-        )
-        assert done.returncode == 0, done.stderr
+    command = [sys.executable, "-c", script + READ, str(tmp_path)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=100, env=environment, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == found
     assert [[*written(tmp_path / f"rank{rank}.gen0.jsonl")] for rank in (0, 1)] == found
 

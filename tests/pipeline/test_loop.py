@@ -277,36 +277,36 @@ def test_actions_that_are_not_finite_are_dropped_and_counted(build, form):
         assert all(np.isfinite(chunk[3]).all() for chunk in pipeline.collector.chunks)
 
 
-def rebind(out, wanted, returned):
+def rebind(out, wanted, policy):
     out["actions"] = wanted
 
 
-def write_nothing(out, wanted, returned):
+def write_nothing(out, wanted, policy):
     """An early return."""
 
 
-def write_half(out, wanted, returned):
+def write_half(out, wanted, policy):
     out["actions"][:, :2].copy_(wanted[:, :2])
 
 
-def write_later(out, wanted, returned):
+def write_later(out, wanted, policy):
     """From a thread, when the call has returned, and beside many later ones."""
-    array = out["actions"].numpy()
+    array, returned = out["actions"].numpy(), policy.returned
 
     def write():
         returned.wait(1)
         until_s = time.monotonic() + 0.2
-        while time.monotonic() < until_s:
+        while time.monotonic() < until_s and not policy.over:
             array.fill(7.0)
             time.sleep(0)
 
     threading.Thread(target=write, daemon=True).start()
 
 
-def write_again_later(out, wanted, returned):
+def write_again_later(out, wanted, policy):
     """The call itself is fine; what its thread writes belongs to no call."""
     out["actions"].copy_(wanted)
-    write_later(out, wanted, returned)
+    write_later(out, wanted, policy)
 
 
 class Careless(NewestValues):
@@ -316,6 +316,7 @@ class Careless(NewestValues):
         super().__init__()
         self.fail, self.when = fail, when
         self.returned = threading.Event()  # the call before
+        self.over = False  # the run
 
     def __call__(self, window, out):
         self.calls += 1
@@ -323,7 +324,7 @@ class Careless(NewestValues):
         self.returned = threading.Event()
         wanted = window["state.values"][:, -4:, :2]
         if self.calls - 1 in self.when:
-            self.fail(out, wanted, self.returned)
+            self.fail(out, wanted, self)
         else:
             out["actions"].copy_(wanted)
 
@@ -342,10 +343,12 @@ def test_what_one_call_left_out_is_never_emitted(build, form, fail, recording, t
     """Neither its own envelope nor a later one carries anything but the answer to its window."""
     expected, _ = twin
     overrides = ("pipeline.windows=scheduled", f"service.recording={recording}")
-    with build(form, Careless(fail, {40}), *overrides) as pipeline:
+    policy = Careless(fail, {40})
+    with build(form, policy, *overrides) as pipeline:
         source = RecordedSource(recording, pipeline.config, pipeline.intake.rows, None)
         pipeline.enter(source, Scheduled(source))
         pipeline.rank0.run()
+        policy.over = True
         lines, chunks = pipeline.envelopes(), pipeline.collector.chunks
     drops = {line["seq"]: line["drop"] for line in lines if "drop" in line}
     assert drops == ({40: "unwritten"} if fail in WAYS else {})
@@ -359,10 +362,12 @@ def test_what_one_call_left_out_is_never_emitted(build, form, fail, recording, t
 @pytest.mark.parametrize("form", HOST)
 @pytest.mark.parametrize("fail", WAYS)
 def test_a_policy_that_leaves_outputs_out_is_found_while_warming(build, form, fail):
-    with build(form, Careless(fail, range(1000))) as pipeline:
+    policy = Careless(fail, range(1000))
+    with build(form, policy) as pipeline:
         pipeline.saturate()
         with pytest.raises(PolicyError, match=r"unwritten.*out\['actions'\]\.copy_\(x\)"):
             pipeline.rank0.run(60)
+        policy.over = True
         faults = [line for line in pipeline.lines() if line.get("name") == "fault"]
     assert pipeline.collector.chunks == []
     assert {fault["fault"] for fault in faults} == {"unwritten"}
@@ -407,9 +412,12 @@ def test_policy_rank_that_vanishes_ends_the_run_though_a_stop_was_asked_for(buil
 
 @pytest.mark.parametrize("form", FORMS)
 def test_stop_finishes_what_is_in_flight_and_starts_nothing(build, form):
-    with build(form, NewestValues()) as pipeline:
+    begun = threading.Event()
+    policy = NewestValues(lambda call: begun.set() if call == 40 else None)
+    with build(form, policy) as pipeline:
         pipeline.saturate()
-        threading.Timer(0.2, pipeline.rank0.request_stop, ("enough",)).start()
+        stop = pipeline.rank0.request_stop
+        threading.Thread(target=lambda: begun.wait(10) and stop("enough")).start()
         pipeline.rank0.run()
         assert pipeline.rank0.credits.in_system == 0
         assert pipeline.rank0.started == pipeline.rank0.finished == len(pipeline.collector.chunks)

@@ -86,16 +86,15 @@ class Work:
 
     def calls(self, stream: CudaStream) -> tuple[DriverCall, ...]:
         def queue() -> tuple[int]:
-            queue_call(stream, lambda: time.sleep(self._seconds), is_node=True)
-            for _ in range(self.products - 1):
-                queue_call(stream, nothing, is_node=True)
+            queue_call(stream, lambda: time.sleep(self._seconds), nodes=1)
+            if self.products > 1:
+                queue_call(stream, nothing, nodes=self.products - 1)
             return (0,)
 
         return (DriverCall(queue, "sleep"),) if self._seconds or self.products > 1 else ()
 
     def parts(self) -> tuple[FakePart, ...]:
-        rest = [nothing] * (self.products - 1)
-        return (FakePart(lambda: time.sleep(self._seconds), *rest),)
+        return (FakePart(lambda: time.sleep(self._seconds), self.products - 1),)
 
 
 class FakeAnswers:
@@ -109,7 +108,7 @@ class FakeAnswers:
 
 
 def nothing() -> None:
-    """A kernel that is over at once."""
+    """Kernels that are over at once."""
 
 
 class QueuedPolicy:
@@ -132,17 +131,17 @@ class QueuedPolicy:
             self.load()
         if self.calls - 1 in self.refuse:
             raise ValueError("no such kernel")
-        for _ in range(self.kernels - 1):
-            queue_call(self.stream, nothing, is_node=True)
+        if self.kernels > 1:
+            queue_call(self.stream, nothing, nodes=self.kernels - 1)
         policy = partial(self.policy, envelope.tensors, result.tensors, rows)
-        queue_call(self.stream, policy, is_node=True)
+        queue_call(self.stream, policy, nodes=1)
 
     def graphs(self, envelope: Any, result: Any) -> StageGraphs | None:
         if not self.is_graphed:
             return None
-        rest = [nothing] * (self.kernels - 1)
-        policy = FakePart(lambda: self.policy(envelope.tensors, result.tensors), *rest)
-        return StageGraphs(FakePart(nothing) if self.resets is not None else None, (policy,))
+        policy = partial(self.policy, envelope.tensors, result.tensors)
+        part = FakePart(policy, self.kernels - 1)
+        return StageGraphs(FakePart(nothing) if self.resets is not None else None, (part,))
 
     def reset(self) -> None:
         if self.resets is not None:
@@ -463,7 +462,7 @@ class DevicePipeline:
 
     def _log(self, rank: int, record: Any) -> TimestampLog:
         path = self._directory / f"rank{rank}.gen0.jsonl"
-        log = TimestampLog(path, record, 4096, run_id=RUN_ID, generation=0)
+        log = TimestampLog(path, record, 1024, run_id=RUN_ID, generation=0)
         self._stack.callback(log.close)
         return log
 

@@ -23,7 +23,7 @@ CYCLE = 1 << 32
 PLACES = 1000  # of a stream's queue: who launches into a full one is held up, as by the driver
 NODES = 5000  # of graphs, that fill it, too
 HELD_LIMIT_S = 3.0  # then the test fails: nobody may be held up so long
-POLL_S = 0.0001
+AGAIN_S = 0.02  # a wait looks by itself so often, for what no stream has done
 STEP_NS = 1000
 
 
@@ -51,11 +51,12 @@ class FakeStream:
     """
 
     def __init__(self, driver: FakeDriver) -> None:
-        self._queue: SimpleQueue[tuple[int, Callable[[], None], bool, bool] | None] = SimpleQueue()
+        self._queue: SimpleQueue[tuple[int, Callable[[], None], bool, int] | None] = SimpleQueue()
         self.now_ns = 0
         self.pending = 0
         self._nodes = 0  # of these, nodes of graphs
         self._awaited: Callable[[], bool] | None = None  # what it waits for now
+        self._look = threading.Event()
         self._room = threading.Condition()
         self.driver = driver
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -64,21 +65,22 @@ class FakeStream:
     def __int__(self) -> int:
         return id(self)
 
-    def queue(
-        self, work: Callable[[], None], *, takes_time: bool = False, is_node: bool = False
-    ) -> None:
-        """Takes a place, a node a share of one; holds up the caller until there is so much room."""
+    def queue(self, work: Callable[[], None], *, takes_time: bool = False, nodes: int = 0) -> None:
+        """Takes a place, or a share of one for each of ``nodes`` of a graph.
+
+        Holds up the caller until the last of them would have room.
+        """
         with self._room:
-            if not self._has_room() and self._awaited is not None and not self._awaited():
+            if not self._has_room(nodes) and self._awaited is not None and not self._awaited():
                 self.driver.stood_behind_waits += 1
-            if not self._room.wait_for(self._has_room, HELD_LIMIT_S):
+            if not self._room.wait_for(lambda: self._has_room(nodes), HELD_LIMIT_S):
                 who = threading.current_thread().name
                 text = f"a launch by {who} stood for {HELD_LIMIT_S} s behind {self.pending}"
                 self.driver.failures.append(TimeoutError(text))
                 self.driver.ended = True
-            self.pending += 1
-            self._nodes += is_node
-        self._queue.put((time.monotonic_ns(), work, takes_time, is_node))
+            self.pending += max(1, nodes)
+            self._nodes += nodes
+        self._queue.put((time.monotonic_ns(), work, takes_time, nodes))
 
     def saw(self, at_ns: int) -> None:
         """What runs now waited for something that happened then."""
@@ -102,8 +104,11 @@ class FakeStream:
 
     def _wait_until(self, happened: Callable[[], bool]) -> None:
         self._awaited = happened
+        self.driver.waiting.append(self)  # before the first look: what happens behind it wakes
         while not happened() and not self.is_ended:
-            time.sleep(POLL_S)
+            self._look.wait(AGAIN_S)
+            self._look.clear()
+        self.driver.waiting.remove(self)
         self._awaited = None
 
     @property
@@ -111,16 +116,22 @@ class FakeStream:
         """Whether it has come to a wait for something that has not happened yet."""
         return (awaited := self._awaited) is not None and not awaited()
 
-    def _has_room(self) -> bool:
-        launches = self.pending - self._nodes
-        return launches / PLACES + self._nodes / NODES < 1 or self.driver.ended
+    def _has_room(self, nodes: int) -> bool:
+        launches, nodes_before = self.pending - self._nodes, self._nodes + max(0, nodes - 1)
+        return launches / PLACES + nodes_before / NODES < 1 or self.driver.ended
 
     @property
     def is_ended(self) -> bool:
         """The test is over: nothing is waited for any more."""
         return self.driver.ended
 
+    def look(self) -> None:
+        """Ends a wait for what has happened by now."""
+        if (awaited := self._awaited) is not None and awaited():
+            self._look.set()
+
     def let_go(self) -> None:
+        self._look.set()
         with self._room:
             self._room.notify_all()
 
@@ -130,7 +141,7 @@ class FakeStream:
 
     def _run(self) -> None:
         while (queued := self._queue.get()) is not None:
-            queued_ns, work, takes_time, is_node = queued
+            queued_ns, work, takes_time, nodes = queued
             self.saw(queued_ns)
             began_ns = time.monotonic_ns()
             try:
@@ -138,9 +149,12 @@ class FakeStream:
             except BaseException as error:  # noqa: BLE001 - looked at by the test
                 self.driver.failures.append(error)
             self.now_ns += time.monotonic_ns() - began_ns if takes_time else STEP_NS
+            if not takes_time:  # no kernel: it may have written a counter, or marked an event
+                for stream in tuple(self.driver.waiting):
+                    stream.look()
             with self._room:
-                self.pending -= 1
-                self._nodes -= is_node
+                self.pending -= max(1, nodes)
+                self._nodes -= nodes
                 self._room.notify_all()
 
 
@@ -155,6 +169,7 @@ class FakeDriver:
         self.spinning: list[FakeStream] = []  # those that were given a wait by a kernel
         self.spins: list[tuple[FakeStream, int]] = []  # and when each came to it
         self.graphs_launched = 0
+        self.waiting: list[FakeStream] = []
         self.ended = False
 
     def close(self) -> None:
@@ -239,8 +254,8 @@ class FakeDriver:
 
     def cuGraphLaunch(self, graph: list[Any], stream: FakeStream) -> tuple[int]:
         self.graphs_launched += 1
-        for work, takes_time in graph:
-            stream.queue(partial(work, stream), takes_time=takes_time, is_node=True)
+        for work, takes_time, nodes in graph:
+            stream.queue(partial(work, stream), takes_time=takes_time, nodes=nodes)
         return (OK,)
 
     def cuStreamQuery(self, stream: FakeStream) -> tuple[int]:
@@ -253,17 +268,19 @@ def _reached(count: int, value: int) -> bool:
 
 
 class FakePart:
-    """A part of a graph that calls ``work`` when a stream comes to it."""
+    """A part of a graph that calls ``work`` when a stream is there; ``more`` nodes do nothing."""
 
-    def __init__(self, *work: Callable[[], None]) -> None:
-        self._work = work
+    def __init__(self, work: Callable[[], None], more: int = 0) -> None:
+        self._work, self._more = work, more
 
     def add_to(self, graph: list[Any], after: list[int]) -> int:
         assert after == [len(graph) - 1][: len(graph)], "not behind the part before it"
-        graph += [(lambda stream, call=call: call(), True) for call in self._work]
+        graph.append((lambda stream: self._work(), True, 1))
+        if self._more:
+            graph.append((lambda stream: None, True, self._more))
         return len(graph) - 1
 
 
-def queue_call(stream: Any, call: Callable[[], None], *, is_node: bool = False) -> None:
-    """What a kernel is elsewhere, perhaps of a graph; ``stream`` is a memops.CudaStream."""
-    stream.handle.queue(call, takes_time=True, is_node=is_node)
+def queue_call(stream: Any, call: Callable[[], None], *, nodes: int = 0) -> None:
+    """What a kernel is elsewhere, or so many of a graph; ``stream`` is a memops.CudaStream."""
+    stream.handle.queue(call, takes_time=True, nodes=nodes)

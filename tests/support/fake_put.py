@@ -95,7 +95,7 @@ class FakeLaunch:
 
     def add_to(self, graph: list[Any], after: list[int]) -> int:
         assert after == [len(graph) - 1][: len(graph)], "not behind the part before it"
-        graph.append((self._call.run, False))
+        graph.append((self._call.run, False, 1))
         return len(graph) - 1
 
 

@@ -209,7 +209,7 @@ class PipelineInProcess:
 
     def _parts(self, decoder: Decoder) -> tuple[Any, ...]:
         config = self.config
-        log = TimestampLog(self._log_path, EnvelopeRecord, 4096, run_id="r", generation=0)
+        log = TimestampLog(self._log_path, EnvelopeRecord, 1024, run_id="r", generation=0)
         waiter = Waiter()
         self._stack.callback(log.close)
         self._stack.callback(waiter.close)

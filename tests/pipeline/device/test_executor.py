@@ -138,6 +138,7 @@ def test_the_policy_rank_logs_every_envelope_by_its_name(any_way: Any) -> None:
     with any_way() as pipeline:
         pipeline.saturate()
         pipeline.rank0.run(30)
+        wait_until(lambda: pipeline.policy_rank.progress == 30)  # the last may be booked later
         pipeline.executor.policy_ranks[0].newest_b(0)
         lines = [line for line in pipeline.lines(1) if line["kind"] == "stage1"]
         mine = {line["seq"]: line for line in pipeline.envelopes()}
