@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -10,12 +11,14 @@ from typing import TYPE_CHECKING, Final
 
 import torch.distributed as dist
 
+from ppstream.core.clock import NS_PER_S, now_ns
 from ppstream.core.errors import ConfigError, PeerLostError
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 OPEN_TIMEOUT_S: Final = 15.0
+LOOK_S: Final = 0.01
 STORE_GONE: Final = "the launcher's store does not answer"
 
 
@@ -63,18 +66,19 @@ class LauncherStore:
             raise PeerLostError(f"{STORE_GONE}: {error}") from error
 
     def get(self, key: str, timeout_s: float) -> str:
-        """Returns the value published under ``key``, and waits for it.
+        """Returns the value published under ``key``, and waits for it; signals are heard.
 
         Raises:
             PeerLostError: nothing was published within ``timeout_s``, or the store is gone.
         """
-        try:
-            self.raw.wait([key], timedelta(seconds=timeout_s))
-            return bytes(self.raw.get(key)).decode()
-        except dist.DistError as error:
-            raise PeerLostError(
-                f"no rank published {key!r} within {timeout_s:.1f} s: did every rank start?"
-            ) from error
+        deadline_ns = now_ns() + round(timeout_s * NS_PER_S)
+        while (value := self.peek(key)) is None:
+            if now_ns() > deadline_ns:
+                raise PeerLostError(
+                    f"no rank published {key!r} within {timeout_s:.1f} s: did every rank start?"
+                )
+            time.sleep(LOOK_S)  # the store's own wait is deaf to signals
+        return value
 
 
 def open_store(
