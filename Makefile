@@ -58,7 +58,7 @@ test: $(CORE)
 	$(call twice,$(PYTEST) -m alone $(ALONE)) || failed=1; \
 	$(call twice,PPSTREAM_NATIVE=0 $(PYTEST) -m 'not alone' $(BESIDE) 2 $(TWINS)) || failed=1; \
 	rm -f $(VENV)/.failed; test -z "$$failed" || touch $(VENV)/.failed
-	@$(MAKE) --jobs=2 test-ranks test-others
+	@FORK_SERVER_OF=$$$$ $(MAKE) --jobs=2 test-ranks test-others
 	@cat $(VENV)/.ranks.log
 	@$(call once_more,ranks,$(PYTEST) $(RANKS)); $(call once_more,others,$(PYTEST) $(OTHERS)); \
 	test ! -e $(VENV)/.failed
