@@ -70,7 +70,8 @@ def test_a_mesh_gives_the_actions_of_one_rank(
 
 
 def test_members_are_named_in_the_log_and_the_report(tmp_path: Path) -> None:
-    with Ranks(tmp_path, *MESHED, "placement.mesh=3", *CALM, world_size=4) as run:
+    settings = (*MESHED, "placement.mesh=3", *CALM, "bringup.envelopes=150")
+    with Ranks(tmp_path, *settings, world_size=4) as run:
         assert run.wait() == [0] * 4, run.output()
         topology = json.loads((run.directory / "run.json").read_text())["topology"]
         assert [found["rank"] for found in topology["members"]] == [2, 3]
