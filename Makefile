@@ -22,6 +22,7 @@ again = $(1) -n 0 --exitfirst --last-failed --last-failed-no-failures=none
 twice = $(1) || { test $$? = 1 && $(call again,$(1)); }
 once_more = case $$(cat $(VENV)/.$(1).status) in 0) ;; 1) $(call again,$(2));; *) false;; esac || \
 	touch $(VENV)/.failed
+# Two of them at a time, and nothing else: they wait most of theirs, too.
 ALONE := $(shell grep -rl --include='*.py' 'mark[.]alone' tests)
 CORE := ppstream/native/core.abi3.so
 # Tests of what the compiled core does, which run once more with its Python twins.
@@ -55,7 +56,7 @@ demo: $(VENV)/.demo
 
 test: $(CORE)
 	@$(MAKE) --keep-going --jobs=2 --output-sync=target lint $(VENV)/.bytecode
-	$(call twice,$(PYTEST) -m alone $(ALONE)) || failed=1; \
+	$(call twice,$(PYTEST) -m alone $(BESIDE) 2 $(ALONE)) || failed=1; \
 	$(call twice,PPSTREAM_NATIVE=0 $(PYTEST) -m 'not alone' $(BESIDE) 2 $(TWINS)) || failed=1; \
 	rm -f $(VENV)/.failed; test -z "$$failed" || touch $(VENV)/.failed
 	@FORK_SERVER_OF=$$$$ $(MAKE) --jobs=2 test-ranks test-others
