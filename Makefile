@@ -22,7 +22,9 @@ again = $(1) -n 0 --exitfirst --last-failed --last-failed-no-failures=none
 twice = $(1) || { test $$? = 1 && $(call again,$(1)); }
 once_more = case $$(cat $(VENV)/.$(1).status) in 0) ;; 1) $(call again,$(2));; *) false;; esac || \
 	touch $(VENV)/.failed
-ALONE := $(shell grep -rl --include='*.py' 'mark[.]alone' tests)
+# Two of them at a time, and nothing else: they wait most of theirs, too. The longest begin.
+ALONE := tests/multirank/test_faults.py tests/multirank/test_recorded_bring_up.py \
+	$(shell grep -rl --include='*.py' 'mark[.]alone' tests)
 CORE := ppstream/native/core.abi3.so
 # Tests of what the compiled core does, which run once more with its Python twins.
 TWINS := tests/ingest tests/pipeline/test_decode.py tests/pipeline/test_stage_c.py
@@ -55,10 +57,10 @@ demo: $(VENV)/.demo
 
 test: $(CORE)
 	@$(MAKE) --keep-going --jobs=2 --output-sync=target lint $(VENV)/.bytecode
-	$(call twice,$(PYTEST) -m alone $(ALONE)) || failed=1; \
+	$(call twice,$(PYTEST) -m alone $(BESIDE) 2 $(ALONE)) || failed=1; \
 	$(call twice,PPSTREAM_NATIVE=0 $(PYTEST) -m 'not alone' $(BESIDE) 2 $(TWINS)) || failed=1; \
 	rm -f $(VENV)/.failed; test -z "$$failed" || touch $(VENV)/.failed
-	@$(MAKE) --jobs=2 test-ranks test-others
+	@FORK_SERVER_OF=$$$$ $(MAKE) --jobs=2 test-ranks test-others
 	@cat $(VENV)/.ranks.log
 	@$(call once_more,ranks,$(PYTEST) $(RANKS)); $(call once_more,others,$(PYTEST) $(OTHERS)); \
 	test ! -e $(VENV)/.failed

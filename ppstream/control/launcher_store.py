@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -10,12 +11,16 @@ from typing import TYPE_CHECKING, Final
 
 import torch.distributed as dist
 
+from ppstream.core.clock import NS_PER_S, now_ns
 from ppstream.core.errors import ConfigError, PeerLostError
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 OPEN_TIMEOUT_S: Final = 15.0
+LOOK_S: Final = 0.01  # between two looks for a value, or,
+LOOK_SHARE: Final = 0.05  # the longer it takes,
+LONGEST_LOOK_S: Final = 0.2  # the fewer
 STORE_GONE: Final = "the launcher's store does not answer"
 
 
@@ -63,18 +68,21 @@ class LauncherStore:
             raise PeerLostError(f"{STORE_GONE}: {error}") from error
 
     def get(self, key: str, timeout_s: float) -> str:
-        """Returns the value published under ``key``, and waits for it.
+        """Returns the value published under ``key``, and waits for it; signals are heard.
 
         Raises:
             PeerLostError: nothing was published within ``timeout_s``, or the store is gone.
         """
-        try:
-            self.raw.wait([key], timedelta(seconds=timeout_s))
-            return bytes(self.raw.get(key)).decode()
-        except dist.DistError as error:
-            raise PeerLostError(
-                f"no rank published {key!r} within {timeout_s:.1f} s: did every rank start?"
-            ) from error
+        began_ns = now_ns()
+        while (value := self.peek(key)) is None:
+            waited_s = (now_ns() - began_ns) / NS_PER_S
+            if waited_s > timeout_s:
+                raise PeerLostError(
+                    f"no rank published {key!r} within {timeout_s:.1f} s: did every rank start?"
+                )
+            # the store's own wait is deaf to signals
+            time.sleep(min(LONGEST_LOOK_S, max(LOOK_S, waited_s * LOOK_SHARE)))
+        return value
 
 
 def open_store(

@@ -19,6 +19,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
+import msgspec
+
 from ppstream import native
 from ppstream.analysis.log_reader import log_files
 from ppstream.control.peer_process import start_time
@@ -315,12 +317,21 @@ def _read(path: Path) -> dict[str, Any]:
 def _write(path: Path, content: dict[str, Any]) -> None:
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        partial.write_text(json.dumps(content, indent=1) + "\n")
+        partial.write_text(_indented(content) + "\n")
         partial.replace(path)
     except OSError:
         with suppress(OSError):
             partial.unlink()
         raise
+
+
+def _indented(content: dict[str, Any]) -> str:
+    """JSON for people, in a quarter of the time that ``json`` takes to indent it."""
+    text = json.dumps(content)
+    try:
+        return msgspec.json.format(text, indent=1)
+    except msgspec.DecodeError:  # it reads no infinity and no lone surrogate
+        return json.dumps(content, indent=1)
 
 
 class EventLog:

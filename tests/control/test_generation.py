@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import signal
+import threading
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -132,3 +135,23 @@ def test_a_store_that_is_gone_is_a_lost_peer() -> None:
         begin_generation(store, 0)
     with pytest.raises(PeerLostError, match="the launcher's store does not answer"):
         store.set("word", "said")
+
+
+def test_a_rank_that_waits_for_rank_0_hears_a_signal_at_once(agent: Any) -> None:
+    class Heard(Exception):
+        pass
+
+    def hear(number: int, _frame: object) -> None:
+        raise Heard(number)
+
+    store = opened(agent, 1)
+    before = signal.signal(signal.SIGUSR1, hear)
+    stop = threading.Timer(0.1, signal.pthread_kill, (threading.get_ident(), signal.SIGUSR1))
+    began = time.monotonic()
+    try:
+        stop.start()
+        with pytest.raises(Heard):
+            ask_generation(store, LIMIT_S / 2)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert time.monotonic() - began < LIMIT_S / 4

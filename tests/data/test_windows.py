@@ -8,6 +8,7 @@ import os
 import signal
 from collections.abc import Iterator
 from contextlib import suppress
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from camera_files import HEIGHT, WIDTH, two_cameras, write_cameras
-from forked_process import ForkedProcess, start_server
+from forked_process import ForkedProcess
 from resample_runs import settings, write_config, write_recording
 from robot_rig import wait_until
 from torch import Tensor
@@ -232,7 +233,7 @@ def test_batches_have_the_frames_of_the_windows(filmed: list[Path]) -> None:
 def test_frames_are_the_same_by_any_workers_and_from_a_cache(
     filmed: list[Path], tmp_path: Path, is_cached: bool, loader: dict[str, Any]
 ) -> None:
-    start_server()  # which inherits nothing of what was opened here
+    forkserver.ensure_running()  # it inherits nothing of what was opened here
     alone = list(of_cameras(filmed).batches())
     cache = tmp_path / "columns" if is_cached else None
     assert all(map(same, alone, of_cameras(filmed, cache=cache).batches(**loader)))

@@ -46,7 +46,14 @@ def started(folder: Path) -> Iterator[PipelineProcess]:
         process.end()
 
 
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pipelines are forks of a process that has imported torch, and so are their ranks."""
+    monkeypatch.setattr(pipeline_process, "subprocess", FORKING)
+
+
 @pytest.mark.multirank
+@pytest.mark.usefixtures("forked")
 def test_it_tells_its_phase_its_robots_and_its_drain(tmp_path: Path) -> None:
     with started(tmp_path) as process:
         first = process.report()
@@ -64,12 +71,6 @@ def test_it_tells_its_phase_its_robots_and_its_drain(tmp_path: Path) -> None:
         wait_until(lambda: process.report().phase == "ended", seconds=LIMIT_S)
         assert process.is_final()
         assert process.report().exit.startswith("0 DRAINED: ")
-
-
-@pytest.fixture
-def forked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pipelines are forks of a process that has imported torch, and so are their ranks."""
-    monkeypatch.setattr(pipeline_process, "subprocess", FORKING)
 
 
 @pytest.mark.multirank

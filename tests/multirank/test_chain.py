@@ -218,7 +218,7 @@ def test_a_rank_stopped_while_warming_is_the_only_one_that_is_killed(tmp_path):
 
 
 def test_a_chain_drains_when_it_is_asked_to(tmp_path):
-    with Ranks(tmp_path, *CHAIN, world_size=4) as run:
+    with Ranks(tmp_path, *CHAIN, "bringup.envelopes=150", world_size=4) as run:
         run.wait_for_event("phase", phase="ready")
         run.processes[0].terminate()
         assert run.wait(60) == [0] * 4, run.output()

@@ -48,7 +48,7 @@ def test_an_envelope_takes_few_system_calls(tmp_path: Path) -> None:
     endpoint = f"unix://{tmp_path}/robots"
     settings = rank_settings(endpoint, "serial", RATE_HZ, 60)
     with (
-        Ranks(tmp_path, *settings, config=BENCH, judged=True) as ranks,
+        Ranks(tmp_path, *settings, config=BENCH) as ranks,
         asking(endpoint) as robot,
     ):
         assert ask(robot, WARM) == WARM, ranks.output()

@@ -28,11 +28,15 @@ def forked_ranks(monkeypatch):
     monkeypatch.setattr(real_runs, "subprocess", FORKING)
 
 
+#: The bounds are of a run that serves.
+BRIEF_BRING_UP = ("bringup.envelopes=100", "bringup.warmup_max=60")
+
+
 @pytest.mark.alone
 @pytest.mark.usefixtures("forked_ranks")
 def test_one_fault_of_each_mechanism_keeps_its_bounds(tmp_path):
     told = []
-    outcomes = drill(QUICK, tmp_path, told.append)
+    outcomes = drill(QUICK, tmp_path, told.append, BRIEF_BRING_UP)
     assert outcomes == told
     assert {outcome.name for outcome in outcomes} == set(QUICK)
     missed = {outcome.name: outcome.missed for outcome in outcomes if outcome.missed}

@@ -85,7 +85,7 @@ def actions_of_file(
 def test_bring_up_on_a_recording_repeats_it(tmp_path):
     recording = made_recording(tmp_path / "recording.npz")  # 0.5 s, shorter than bring-up
     source = ("bringup.source=recording", f"bringup.recording={recording}")
-    with Ranks(tmp_path / "logs", *source, "bringup.envelopes=220") as ranks:
+    with Ranks(tmp_path / "logs", *source, "bringup.envelopes=300") as ranks:
         assert ranks.wait() == [0, 0], ranks.output()
         ends_ns = [line["window_end_ns"] for line in ranks.envelopes("bring-up")]
     assert len(ends_ns) >= 220

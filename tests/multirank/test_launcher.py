@@ -119,7 +119,8 @@ def test_a_terminal_that_closes_while_ranks_start_ends_with_0(tmp_path: Path) ->
     with launched(tmp_path, *SERVE_ON) as run:
         wait_until(run.has_ranks, seconds=40)
         os.killpg(run.process.pid, signal.SIGHUP)
-        assert run.wait(30) == 0, run.text()
+        # less than a rank waits for another one, or for the launcher's store
+        assert run.wait(12) == 0, run.text()
 
 
 def test_a_stop_signal_before_anything_has_started_starts_nothing(tmp_path: Path) -> None:

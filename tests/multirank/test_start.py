@@ -34,6 +34,13 @@ def settings(folder: Path) -> list[str]:
     ]
 
 
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launcher is a fork of a process that has imported torch, and so are its ranks."""
+    monkeypatch.setattr("ppstream.launch.start.subprocess", FORKING)
+
+
+@pytest.mark.usefixtures("forked")
 def test_a_run_is_started_seen_and_stopped(tmp_path: Path) -> None:
     with ppstream.start(SMALL, policy=simulated.build, settings=settings(tmp_path)) as run:
         assert run.phase == "ready"
@@ -54,8 +61,8 @@ def test_a_run_is_started_seen_and_stopped(tmp_path: Path) -> None:
         assert "ppstream: exit 0 DRAINED SIGTERM" in run.output
 
 
-def test_a_run_that_cannot_serve_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ppstream.launch.start.subprocess", FORKING)
+@pytest.mark.usefixtures("forked")
+def test_a_run_that_cannot_serve_says_why(tmp_path: Path) -> None:
     broken = "policy.options.b_ms=-1"
     with pytest.raises(PpstreamError, match=r"(?s)ended with 11 before it served:.*b_ms"):
         ppstream.start(SMALL, settings=[*settings(tmp_path), broken])

@@ -219,3 +219,12 @@ def test_a_full_disk_keeps_the_old_file_whole(tmp_path, monkeypatch):
         run.describe(standalone={})
     assert [path.name for path in run.directory.iterdir()] == ["run.json"]
     assert json.loads((run.directory / "run.json").read_text())["config"] == {"name": "x"}
+
+
+@pytest.mark.parametrize("value", [1.5, float("inf"), "arm", "not UTF-8: \udc80"])
+def test_run_json_is_indented_whatever_a_configuration_holds(tmp_path, value):
+    run = begin(tmp_path)
+    run.describe(config={"value": value})
+    text = (run.directory / "run.json").read_text()
+    assert json.loads(text)["config"] == {"value": value}
+    assert '\n "config": {\n  "value": ' in text

@@ -6,32 +6,30 @@ environment and output; what ``python -m`` adds is tested with ``ppstream.start`
 
 from __future__ import annotations
 
-import ctypes
-import importlib
-import multiprocessing
+import json
 import os
-import runpy
+import select
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from multiprocessing import forkserver
-from multiprocessing.context import ForkServerContext
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import IO, Any, Final
 
 from drill.processes import MARK
+from fork_server import NOTHING
 
-PRELOADED = ["forked_imports"]
 #: The longest environment that /proc/PID/environ of a forked process can tell.
 ROOM = {"ROOM": "." * 8192}
-ENV_START = 50 - 3  # field of /proc/PID/stat, counted behind the name
-NEW_NETWORK = 0x40000000  # CLONE_NEWNET
 LAUNCHERS = ("torch.distributed.run", "ppstream.launch.commands")
+MS_PER_S: Final = 1000
+ANSWER_BYTES: Final = 64
+JOIN_TRIES: Final = 4
 
 
 class ForkedProcess:
@@ -58,27 +56,48 @@ class ForkedProcess:
         folder: Path | None = None,
         network: str = "",
     ) -> None:
-        files = (str(output), str(errors or output))
-        arguments = (list(command), dict(environment), files, own_session, folder, network)
-        self._process = _context.Process(target=_run, args=arguments, daemon=True)
-        with _server_finds_imports():
-            self._process.start()
-        assert self._process.pid is not None
-        self.pid = self._process.pid
+        request = {
+            "command": list(command),
+            "environment": dict(environment),
+            "output": os.path.abspath(output),
+            "errors": os.path.abspath(errors or output),
+            "own_session": own_session,
+            "folder": os.path.abspath(folder or ""),
+            "network": network,
+            "path": sys.path,
+        }
+        self._name = command[0]
+        self._code: int | None = None
+        self._lock = threading.Lock()
+        self._connection = _server.connected()
+        self._connection.send(json.dumps(request).encode())
+        self.pid = int(self._connection.recv(ANSWER_BYTES))
+        _living.add(self)
 
     @property
     def returncode(self) -> int | None:
-        return self._process.exitcode
+        return self.poll()
 
     def poll(self) -> int | None:
-        return self._process.exitcode
+        try:
+            return self.wait(0)
+        except subprocess.TimeoutExpired:
+            return None
 
     def wait(self, timeout: float | None = None) -> int:
-        self._process.join(timeout)
-        code = self._process.exitcode
-        if code is None:
-            raise subprocess.TimeoutExpired(self._process.name, timeout or 0)
-        return code
+        with self._lock:
+            if self._code is not None:
+                return self._code
+            ended = select.poll()
+            ended.register(self._connection, select.POLLIN)
+        if not ended.poll(None if timeout is None else timeout * MS_PER_S):
+            raise subprocess.TimeoutExpired(self._name, timeout or 0)
+        with self._lock:
+            if self._code is None:  # no other thread has read it
+                self._code = int(self._connection.recv(ANSWER_BYTES))
+                self._connection.close()
+                _living.discard(self)
+            return self._code
 
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
@@ -89,12 +108,6 @@ class ForkedProcess:
 
     def terminate(self) -> None:
         self.send_signal(signal.SIGTERM)
-
-
-def start_server() -> None:
-    """Starts it now, for code that would start one of its own by ``multiprocessing``."""
-    with _server_finds_imports():
-        forkserver.ensure_running()
 
 
 def run_forked(
@@ -158,92 +171,64 @@ def forked_popen(
 FORKING: Final = SimpleNamespace(**vars(subprocess) | {"Popen": forked_popen})
 
 
-def become(command: Sequence[str], environment: Mapping[str, str]) -> None:
-    """Runs a command in this process, which is a fork, to its end; may raise ``SystemExit``."""
-    os.environ.clear()
-    os.environ.update(environment)
-    _tell(environment)
-    program, *arguments = command
-    sys.argv = [program, *arguments]
-    if program.endswith(".py"):
-        sys.path.insert(0, str(Path(program).parent))
-        runpy.run_path(program, run_name="__main__")
-    else:
-        sys.exit(importlib.import_module(program).main(arguments))
+class _Server:
+    """This process's way to the session's server."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._session: socket.socket | None = None  # while it is open, the server goes on
+        self._started: subprocess.Popen[bytes] | None = None
+
+    def connected(self) -> socket.socket:
+        """A connection for one process."""
+        with self._lock:
+            if self._session is None:
+                self._session = self._joined()
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        connection.connect(_address())
+        return connection
+
+    def _joined(self) -> socket.socket:
+        with tempfile.TemporaryFile() as errors:
+            for _ in range(JOIN_TRIES):
+                session = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                with suppress(ConnectionError):  # it was about to end
+                    session.connect(_address())
+                    session.send(NOTHING)
+                    if session.recv(ANSWER_BYTES):
+                        return session
+                session.close()
+                self._start(errors)
+            errors.seek(0)
+            raise RuntimeError(f"no fork server:\n{errors.read().decode()}")
+
+    def _start(self, errors: IO[bytes]) -> None:
+        """Returns once it can be reached, or another one has its address.
+
+        It looks for modules where this process does, and torch asks it once.
+        """
+        path = os.pathsep.join(filter(None, sys.path))
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, **ROOM}
+        environment.pop(MARK, None)  # it belongs to no drill, and outlives each
+        program = f"import fork_server; fork_server.main({_address()!r})"
+        self._started = subprocess.Popen(
+            [sys.executable, "-c", program],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            start_new_session=True,
+        )
+        assert self._started.stdout is not None
+        with self._started.stdout as told:
+            told.readline()
 
 
-def _tell(environment: Mapping[str, str]) -> None:
-    """Has /proc/PID/environ, by which ranks are found, tell this environment.
-
-    It shows the memory that held the one with which the server's program began.
-    """
-    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-    start, end = map(int, fields[ENV_START : ENV_START + 2])
-    text = b"".join(os.fsencode(f"{name}={value}\0") for name, value in environment.items())
-    if len(text) > end - start:
-        raise RuntimeError(f"an environment of {len(text)} bytes, room for {end - start}: see ROOM")
-    ctypes.memset(start, 0, end - start)
-    ctypes.memmove(start, text, len(text))
+def _address() -> str:
+    """In the kernel's own name space, where nothing is left behind; one for each session."""
+    session = os.environ.get("FORK_SERVER_OF") or os.environ.get("PYTEST_XDIST_TESTRUNUID")
+    return f"\0ppstream-forks-{os.getuid()}-{session or os.getpid()}"
 
 
-def _enter(network: str) -> None:
-    """As ``ip netns exec``."""
-    library = ctypes.CDLL(None, use_errno=True)
-    with open(f"/run/netns/{network}") as file:
-        if library.setns(file.fileno(), NEW_NETWORK):
-            raise OSError(ctypes.get_errno(), f"cannot enter {network}")
-
-
-def _fork_server() -> ForkServerContext:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
-    return context
-
-
-@contextmanager
-def _server_finds_imports() -> Iterator[None]:
-    """The server, which the first process starts, looks where this one does; torch asks it once.
-
-    It inherits what the C library keeps; ``os.environ`` stays, which other threads read meanwhile.
-    """
-    path = os.pathsep.join(filter(None, sys.path))
-    given = {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, **ROOM}
-    with _starting:
-        for name, value in given.items():
-            os.putenv(name, value)
-        os.unsetenv(MARK)  # it belongs to no drill, and outlives each
-        try:
-            yield
-        finally:
-            for name in (*given, MARK):
-                if name in os.environ:
-                    os.putenv(name, os.environ[name])
-                else:
-                    os.unsetenv(name)
-
-
-def _run(
-    command: list[str],
-    environment: dict[str, str],
-    files: tuple[str, str],
-    own_session: bool,
-    folder: Path | None,
-    network: str,
-) -> None:
-    """The life of the forked process."""
-    multiprocessing.current_process().daemon = False  # it may start processes, as any program
-    multiprocessing.set_start_method(None, force=True)  # by its own default
-    if own_session:
-        os.setsid()
-    if network:
-        _enter(network)
-    for path, stream in zip(files, (sys.stdout, sys.stderr), strict=True):
-        with open(path, "a") as file:
-            os.dup2(file.fileno(), stream.fileno())
-    if folder is not None:
-        os.chdir(folder)
-    become(command, environment)
-
-
-_context = _fork_server()
-_starting = threading.Lock()
+_server = _Server()
+_living: set[ForkedProcess] = set()  # they end with this process, not when nobody holds them

@@ -6,21 +6,13 @@ and restarts are torch's own, and the ranks are children of the launcher, as pro
 
 from __future__ import annotations
 
-import gc
 import importlib
-import logging
 import os
 import select
-import signal
 import subprocess
-import sys
-import threading
-import traceback
 from collections.abc import Mapping, Sequence
-from multiprocessing import resource_tracker
-from typing import NoReturn
 
-from forked_process import become
+from fork_server import become, live
 from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
 MS_PER_S = 1000
@@ -42,7 +34,7 @@ class Fork:
         self.returncode: int | None = None
         self.pid = os.fork()
         if self.pid == 0:
-            _live(args[args.index("-m") + 1 :], env)
+            live(lambda: _run(args[args.index("-m") + 1 :], env))
         self._fd = os.pidfd_open(self.pid)
 
     def poll(self) -> int | None:
@@ -69,32 +61,6 @@ def main(arguments: Sequence[str]) -> int | None:
     return found
 
 
-def _live(command: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
-    """The life of a rank."""
-    code = 1
-    try:
-        os.setsid()
-        _forget_the_launcher()
-        become(command, environment)
-    except SystemExit as left:
-        code = left.code if isinstance(left.code, int) else int(left.code is not None)
-    except BaseException:  # noqa: BLE001 - the top of a process
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-
-
-def _forget_the_launcher() -> None:
-    """What the execution of another program would do."""
-    gc.freeze()  # nothing of the launcher's is collected: its descriptors will be others'
-    kept = resource_tracker.getfd()
-    os.closerange(3, kept)
-    os.closerange(kept + 1, os.sysconf("SC_OPEN_MAX"))
-    for number in signal.valid_signals():
-        if callable(signal.getsignal(number)):
-            signal.signal(number, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    threading.current_thread().name = "MainThread"  # of whichever thread began the fork
-    logging.disable(logging.NOTSET)
+def _run(command: Sequence[str], environment: Mapping[str, str]) -> None:
+    os.setsid()
+    become(command, environment)

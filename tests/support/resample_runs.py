@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from forked_process import ForkedProcess, start_server
+from forked_process import ForkedProcess
 from stream_cases import at_ms, config, stream
 
 from ppstream.config.load import as_toml
@@ -58,8 +58,6 @@ def make(run: Path, out: Path, *words: str | Path) -> int:
     """The exit code of the command, in this process."""
     from ppstream.data.cli import main
 
-    if "--jobs" in words:
-        start_server()  # which workers are forked from
     return main(_arguments(run, out, *words))
 
 
