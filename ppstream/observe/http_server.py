@@ -87,10 +87,10 @@ class HttpServer:
 
     def close(self) -> None:
         """Hang up on everybody and free the port, once an answer that is being made is made."""
-        self._closed.set()
-        if self._thread.is_alive():
-            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
-            self._thread.join(REQUEST_LIMIT_S)
+        if not self._closed.is_set():
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread, which closes it then
+            self._closed.set()
+        self._thread.join(REQUEST_LIMIT_S)
 
     def _serve(self) -> None:
         with self._selector, self._listener:
