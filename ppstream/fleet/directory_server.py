@@ -16,14 +16,14 @@ import msgspec
 from ppstream.core.clock import now_ns
 from ppstream.core.errors import ConfigError
 from ppstream.fleet.directory import Directory, PipelineStatus
-from ppstream.observe.http_server import Answer, HttpServer, Request
+from ppstream.observe.http_server import HttpRequest, HttpResponse, HttpServer
 from ppstream.wire.directory_messages import RESOLVE, STATUS, Resolved
 from ppstream.wire.endpoints import LOCAL_NAMES, is_local
 from ppstream.wire.fields import MAX_NAME
 
 
 class DirectoryStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """Answer of ``/v1/status``."""
+    """HttpResponse of ``/v1/status``."""
 
     pipelines: list[PipelineStatus]
     resolved: int
@@ -53,10 +53,10 @@ class DirectoryServer:
         self.lock = threading.Lock()
         self._directory = directory
         self._token = None if token is None else f"Bearer {token}".encode()
-        self._answers: dict[str, Callable[[dict[str, list[str]]], Answer]] = {
+        self._answers: dict[str, Callable[[dict[str, list[str]]], HttpResponse]] = {
             RESOLVE: self._resolve,
             STATUS: self._status,
-            "/healthz": lambda _: Answer(200, b"{}"),
+            "/healthz": lambda _: HttpResponse(200, b"{}"),
         }
         address = "127.0.0.1" if host in LOCAL_NAMES else host
         try:
@@ -71,29 +71,29 @@ class DirectoryServer:
         """Stop serving and free the port."""
         self._server.close()
 
-    def _answer(self, asked: Request) -> Answer:
+    def _answer(self, asked: HttpRequest) -> HttpResponse:
         given = asked.headers.get("authorization", "").encode("utf-8", "replace")
         if self._token is not None and not hmac.compare_digest(given, self._token):
             refusal = b'{"reason": "token", "details": "want Authorization: Bearer TOKEN"}'
-            return Answer(401, refusal)
+            return HttpResponse(401, refusal)
         if asked.path not in self._answers:
-            return Answer(404, " ".join(self._answers).encode())
+            return HttpResponse(404, " ".join(self._answers).encode())
         return self._answers[asked.path](parse_qs(asked.query))
 
-    def _resolve(self, query: dict[str, list[str]]) -> Answer:
+    def _resolve(self, query: dict[str, list[str]]) -> HttpResponse:
         robot, avoid = (query.get(name, [""])[0] for name in ("robot", "avoid"))
         if not 1 <= len(robot) <= MAX_NAME:
             text = f"robot: got {len(robot)} characters, want 1 to {MAX_NAME}"
-            return Answer(400, msgspec.json.encode({"reason": "robot", "details": text}))
+            return HttpResponse(400, msgspec.json.encode({"reason": "robot", "details": text}))
         with self.lock:
             found = self._directory.resolve(robot, avoid, now_ns())
-        return Answer(200 if isinstance(found, Resolved) else 503, msgspec.json.encode(found))
+        return HttpResponse(200 if isinstance(found, Resolved) else 503, msgspec.json.encode(found))
 
-    def _status(self, _: dict[str, list[str]]) -> Answer:
+    def _status(self, _: dict[str, list[str]]) -> HttpResponse:
         with self.lock:
             found = DirectoryStatus(
                 pipelines=self._directory.status(now_ns()),
                 resolved=self._directory.resolved,
                 unresolved=self._directory.unresolved,
             )
-        return Answer(200, msgspec.json.encode(found))
+        return HttpResponse(200, msgspec.json.encode(found))

@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry, GCCollector, ProcessCollector
 from prometheus_client.exposition import choose_encoder
 
 from ppstream.core.errors import ConfigError
-from ppstream.observe.http_server import Answer, HttpServer, Request
+from ppstream.observe.http_server import HttpRequest, HttpResponse, HttpServer
 from ppstream.wire.robot_messages import SERVING
 
 if TYPE_CHECKING:
@@ -65,14 +65,14 @@ class HealthServer:
         """Stop serving and free the port."""
         self._server.close()
 
-    def _answer(self, asked: Request) -> Answer:
+    def _answer(self, asked: HttpRequest) -> HttpResponse:
         if asked.path == "/metrics":
             encode, kind = choose_encoder(asked.headers.get("accept", ""))
-            return Answer(200, encode(self._registry), kind)
+            return HttpResponse(200, encode(self._registry), kind)
         if asked.path in ("/healthz", "/readyz"):
             found = dict(self._health())
             ok = asked.path == "/healthz" or found["phase"] in SERVING
-            return Answer(200 if ok else 503, json.dumps(found, indent=1).encode() + b"\n")
+            return HttpResponse(200 if ok else 503, json.dumps(found, indent=1).encode() + b"\n")
         if asked.path == "/":
-            return Answer(200, INDEX, "text/html; charset=utf-8")
-        return Answer(404, b"/metrics /healthz /readyz\n", "text/plain")
+            return HttpResponse(200, INDEX, "text/html; charset=utf-8")
+        return HttpResponse(404, b"/metrics /healthz /readyz\n", "text/plain")

@@ -30,16 +30,16 @@ NO_ROOM_S: Final = 0.1  # between two tries to accept when there are no descript
 END: Final = b"\r\n\r\n"  # of a request's head
 
 
-class Request(NamedTuple):
-    """What was asked for; names of ``headers`` are in lower case."""
+class HttpRequest(NamedTuple):
+    """A question to the server; names of ``headers`` are in lower case."""
 
     path: str
     query: str
     headers: dict[str, str]
 
 
-class Answer(NamedTuple):
-    """``body`` of a media type."""
+class HttpResponse(NamedTuple):
+    """An answer whose ``body`` is of the media type ``kind``."""
 
     status: int
     body: bytes
@@ -72,7 +72,7 @@ class HttpServer:
     """
 
     def __init__(
-        self, address: tuple[str, int], answer: Callable[[Request], Answer], name: str
+        self, address: tuple[str, int], answer: Callable[[HttpRequest], HttpResponse], name: str
     ) -> None:
         self._listener = socket.create_server(address, backlog=BACKLOG)
         self._listener.settimeout(0)
@@ -189,16 +189,16 @@ class HttpServer:
         first, *fields = lines.decode("latin-1").split("\r\n")
         method, target, version = [*first.split(" "), "", ""][:3]
         if not ended:
-            answer = Answer(431, b"", "text/plain")
+            answer = HttpResponse(431, b"", "text/plain")
         elif not version.startswith("HTTP/1."):
-            answer = Answer(400, b"", "text/plain")
+            answer = HttpResponse(400, b"", "text/plain")
         elif method not in ("GET", "HEAD"):
-            answer = Answer(501, b"", "text/plain")
+            answer = HttpResponse(501, b"", "text/plain")
         else:
             path, _, query = target.partition("?")
             pairs = (field.partition(":") for field in fields)
             headers = {name.lower(): value.strip() for name, _, value in pairs}
-            answer = self._answer(Request(path, query, headers))
+            answer = self._answer(HttpRequest(path, query, headers))
         begin = (
             f"HTTP/1.0 {answer.status} {HTTPStatus(answer.status).phrase}\r\n"
             f"Server: ppstream\r\nDate: {formatdate(usegmt=True)}\r\n"
