@@ -1,6 +1,8 @@
 """The door for scrapers and probes, and clients that misbehave at it."""
 
 import logging
+import os
+import resource
 import socket
 import struct
 import threading
@@ -260,6 +262,24 @@ def test_a_request_for_the_head_gets_no_body(server):
     with ask(server, b"HEAD /healthz HTTP/1.1\r\n\r\n") as client:
         head, _, body = client.makefile("rb").read().partition(b"\r\n\r\n")
     assert (b"Content-Length: 0" in head, body) == (False, b"")
+
+
+def test_who_comes_while_the_process_has_no_descriptor_left_is_answered_once_it_has(server):
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with socket.socket() as client:
+        free = os.dup(client.fileno())
+        os.close(free)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free, limits[1]))
+        try:
+            client.connect(("127.0.0.1", server.port))
+            client.sendall(b"GET /healthz HTTP/1.1\r\n\r\n")
+            client.settimeout(LIMIT_S)
+            with pytest.raises(TimeoutError):
+                client.recv(12)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        client.settimeout(20)
+        assert client.recv(12) == b"HTTP/1.0 200"
 
 
 def test_requests_need_no_thread(server):
