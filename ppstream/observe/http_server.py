@@ -1,10 +1,10 @@
 """Serves small HTTP answers from one thread: to scrapers, probes, robots and people.
 
-The thread accepts, reads, answers and sends for everybody, so that neither threads nor the memory
-that the C library keeps of each grow with the number of requests. It makes one answer at a time,
-looks for new connections before the next, and makes none for a client that has gone. A request has
-a time limit in all. Two limits on number keep silent clients, and those that do not read, out of
-the way of those that wait for an answer, and the newest of these from waiting for a flood.
+The thread accepts, reads, answers and sends for everybody, and waits for no client, so neither
+threads nor the memory that the C library keeps of each grow with the number of requests. It makes
+one answer at a time, takes in new connections before the next, and makes none for who has gone. A
+request has a time limit in all. Of clients that wait for their answer the newest 16 are kept, and
+as many of those that still ask or read: no flood of either kind gets one of the other hung up on.
 """
 
 from __future__ import annotations
