@@ -9,25 +9,21 @@ from __future__ import annotations
 import hmac
 import threading
 from collections.abc import Callable
-from http.server import BaseHTTPRequestHandler
-from typing import Final
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import parse_qs
 
 import msgspec
 
 from ppstream.core.clock import now_ns
 from ppstream.core.errors import ConfigError
 from ppstream.fleet.directory import Directory, PipelineStatus
-from ppstream.observe.health_server import LOOK_S, LimitedServer
+from ppstream.observe.http_server import HttpRequest, HttpResponse, HttpServer
 from ppstream.wire.directory_messages import RESOLVE, STATUS, Resolved
 from ppstream.wire.endpoints import LOCAL_NAMES, is_local
 from ppstream.wire.fields import MAX_NAME
 
-JOIN_S: Final = 2.0
-
 
 class DirectoryStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """Answer of ``/v1/status``."""
+    """HttpResponse of ``/v1/status``."""
 
     pipelines: list[PipelineStatus]
     resolved: int
@@ -55,77 +51,49 @@ class DirectoryServer:
                 [f"directory.listen: got {listen!r}, which others reach; want directory.token_file"]
             )
         self.lock = threading.Lock()
-        own = {
-            "directory": directory,
-            "lock": self.lock,
-            "token": None if token is None else f"Bearer {token}".encode(),
+        self._directory = directory
+        self._token = None if token is None else f"Bearer {token}".encode()
+        self._answers: dict[str, Callable[[dict[str, list[str]]], HttpResponse]] = {
+            RESOLVE: self._resolve,
+            STATUS: self._status,
+            "/healthz": lambda _: HttpResponse(200, b"{}"),
         }
         address = "127.0.0.1" if host in LOCAL_NAMES else host
         try:
-            self._server = LimitedServer((address, int(port)), type("Face", (_Face,), own))
+            self._server = HttpServer((address, int(port)), self._answer, "directory")
         except OSError as error:
             raise ConfigError(
                 [f"directory.listen: cannot listen on {listen}: {error.strerror}"]
             ) from error
-        self.url = f"http://{address}:{self._server.server_address[1]}"
-        self._thread = threading.Thread(
-            target=self._server.serve_forever, args=(LOOK_S,), name="directory", daemon=True
-        )
-        self._thread.start()
+        self.url = f"http://{address}:{self._server.port}"
 
     def close(self) -> None:
         """Stop serving and free the port."""
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join(JOIN_S)
+        self._server.close()
 
+    def _answer(self, asked: HttpRequest) -> HttpResponse:
+        given = asked.headers.get("authorization", "").encode("utf-8", "replace")
+        if self._token is not None and not hmac.compare_digest(given, self._token):
+            refusal = b'{"reason": "token", "details": "want Authorization: Bearer TOKEN"}'
+            return HttpResponse(401, refusal)
+        if asked.path not in self._answers:
+            return HttpResponse(404, " ".join(self._answers).encode())
+        return self._answers[asked.path](parse_qs(asked.query))
 
-class _Face(BaseHTTPRequestHandler):
-    directory: Directory
-    lock: threading.Lock
-    token: bytes | None
-    server_version = "ppstream"
-    sys_version = ""
-
-    def do_GET(self) -> None:
-        parts = urlsplit(self.path)
-        answers: dict[str, Callable[[dict[str, list[str]]], tuple[int, bytes]]] = {
-            RESOLVE: self._resolve,
-            STATUS: self._status,
-            "/healthz": lambda _: (200, b"{}"),
-        }
-        given = self.headers.get("Authorization", "").encode("utf-8", "replace")
-        if self.token is not None and not hmac.compare_digest(given, self.token):
-            self._answer(401, b'{"reason": "token", "details": "want Authorization: Bearer TOKEN"}')
-        elif parts.path not in answers:
-            self._answer(404, " ".join(answers).encode())
-        else:
-            self._answer(*answers[parts.path](parse_qs(parts.query)))
-
-    def _resolve(self, query: dict[str, list[str]]) -> tuple[int, bytes]:
+    def _resolve(self, query: dict[str, list[str]]) -> HttpResponse:
         robot, avoid = (query.get(name, [""])[0] for name in ("robot", "avoid"))
         if not 1 <= len(robot) <= MAX_NAME:
             text = f"robot: got {len(robot)} characters, want 1 to {MAX_NAME}"
-            return 400, msgspec.json.encode({"reason": "robot", "details": text})
+            return HttpResponse(400, msgspec.json.encode({"reason": "robot", "details": text}))
         with self.lock:
-            found = self.directory.resolve(robot, avoid, now_ns())
-        return 200 if isinstance(found, Resolved) else 503, msgspec.json.encode(found)
+            found = self._directory.resolve(robot, avoid, now_ns())
+        return HttpResponse(200 if isinstance(found, Resolved) else 503, msgspec.json.encode(found))
 
-    def _status(self, _: dict[str, list[str]]) -> tuple[int, bytes]:
+    def _status(self, _: dict[str, list[str]]) -> HttpResponse:
         with self.lock:
             found = DirectoryStatus(
-                pipelines=self.directory.status(now_ns()),
-                resolved=self.directory.resolved,
-                unresolved=self.directory.unresolved,
+                pipelines=self._directory.status(now_ns()),
+                resolved=self._directory.resolved,
+                unresolved=self._directory.unresolved,
             )
-        return 200, msgspec.json.encode(found)
-
-    def _answer(self, status: int, body: bytes) -> None:
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_: object) -> None:
-        """A question is no event."""
+        return HttpResponse(200, msgspec.json.encode(found))

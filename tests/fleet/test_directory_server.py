@@ -56,6 +56,19 @@ def test_a_robot_waits_until_one_serves(directory: Directory, server: DirectoryS
     assert asks.wait(60).pipeline == "a"
 
 
+def test_a_robot_is_told_beside_many_who_connect_and_do_not_ask(
+    directory: Directory, server: DirectoryServer
+) -> None:
+    serve(directory)
+    parts = urlsplit(server.url)
+    with ExitStack() as stack:
+        for begin in (b"", b"GET /v1/resol"):
+            for _ in range(44):
+                client = socket.create_connection((parts.hostname, parts.port), 10)
+                stack.enter_context(client).sendall(begin)
+        assert FleetDirectory(server.url, "arm").find().pipeline == "a"
+
+
 def ask_as_robot(url: str) -> None:
     with pytest.raises(PeerLostError, match="no directory answers: not within 1 s"):
         FleetDirectory(url, "arm").find()

@@ -1,17 +1,20 @@
 """The door for scrapers and probes, and clients that misbehave at it."""
 
 import logging
+import os
+import resource
 import socket
 import struct
 import threading
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from urllib.request import urlopen
 
 import pytest
+from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from ppstream.observe import health_server
+from ppstream.observe import http_server
 from ppstream.observe.health_server import HealthServer
 
 LIMIT_S = 0.3
@@ -25,7 +28,7 @@ class Nothing(Collector):
 
 @pytest.fixture
 def server(monkeypatch):
-    monkeypatch.setattr(health_server, "REQUEST_LIMIT_S", LIMIT_S)
+    monkeypatch.setattr(http_server, "REQUEST_LIMIT_S", LIMIT_S)
     server = HealthServer(0, Nothing(), lambda: {"phase": "ready"})
     yield server
     close(server)
@@ -64,7 +67,7 @@ def test_a_request_that_never_ends_is_hung_up_on(server):
 
 
 def test_the_door_closes_while_a_request_does_not_end_and_hangs_up(monkeypatch, server):
-    monkeypatch.setattr(health_server, "REQUEST_LIMIT_S", 3600)
+    monkeypatch.setattr(http_server, "REQUEST_LIMIT_S", 3600)
     dripping = drip(server)
     assert close(server)
     dripping.join(20 * LIMIT_S)
@@ -84,7 +87,7 @@ def ended(client):
 
 
 def test_many_requests_that_do_not_end_keep_nobody_who_asks_and_the_oldest_go_first(monkeypatch):
-    monkeypatch.setattr(health_server, "REQUEST_LIMIT_S", 3600)  # no time ends them
+    monkeypatch.setattr(http_server, "REQUEST_LIMIT_S", 3600)  # no time ends them
     server = HealthServer(0, Nothing(), lambda: {"phase": "ready"})
     halves = []
     for _ in range(44):
@@ -92,7 +95,7 @@ def test_many_requests_that_do_not_end_keep_nobody_who_asks_and_the_oldest_go_fi
         halves[-1].sendall(b"GET /metr")
         assert asked(server) == 200
     assert asked(server, "metrics") == 200
-    assert all(map(ended, halves[: 44 - health_server.REQUESTS_MAX]))
+    assert all(map(ended, halves[: 44 - http_server.REQUESTS_MAX]))
     newest = halves[-1]
     newest.sendall(b"ics HTTP/1.1\r\nHost: x\r\n\r\n")
     assert newest.recv(12) == b"HTTP/1.0 200"
@@ -124,7 +127,7 @@ def test_answers_are_made_one_at_a_time_by_one_thread():
 
 
 def test_no_answer_is_made_for_who_was_hung_up_on(monkeypatch):
-    monkeypatch.setattr(health_server, "REQUEST_LIMIT_S", 3600)  # no time ends them
+    monkeypatch.setattr(http_server, "REQUEST_LIMIT_S", 3600)  # no time ends them
     made, is_made, may_go_on = [], threading.Event(), threading.Event()
 
     def held():
@@ -139,11 +142,11 @@ def test_no_answer_is_made_for_who_was_hung_up_on(monkeypatch):
         clients.append(socket.create_connection(("127.0.0.1", server.port), timeout=20))
         clients[-1].sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
         assert is_made.wait(20)  # the first one is being answered
-    newest = 44 - health_server.REQUESTS_MAX
-    assert all(map(ended, clients[:newest]))
+    newest = 44 - http_server.REQUESTS_MAX
     may_go_on.set()
+    assert all(map(ended, clients[:newest]))
     assert all(client.recv(12) == b"HTTP/1.0 200" for client in clients[newest:])
-    assert len(made) <= 1 + health_server.REQUESTS_MAX
+    assert len(made) <= 1 + http_server.REQUESTS_MAX
     assert close(server)
     for client in clients:
         client.close()
@@ -174,3 +177,115 @@ def test_an_error_of_ours_is_logged_and_a_client_that_leaves_is_not(caplog):
         urlopen(f"http://127.0.0.1:{server.port}/healthz", timeout=5)
     assert close(server)
     assert "run.json" in caplog.text
+
+
+@pytest.fixture
+def holding(monkeypatch):
+    """A door whose first answer is being made until the event is set; no time ends a request."""
+    monkeypatch.setattr(http_server, "REQUEST_LIMIT_S", 3600)
+    made, is_made, may_go_on = [], threading.Event(), threading.Event()
+
+    def held():
+        made.append(1)
+        is_made.set()
+        assert may_go_on.wait(20)
+        return {"phase": "ready"}
+
+    server = HealthServer(0, Nothing(), held)
+    with ask(server) as first:
+        assert is_made.wait(20)
+        yield server, may_go_on, made
+        assert first.recv(12) == b"HTTP/1.0 200"
+    assert close(server)
+
+
+def ask(server, request=b"GET /healthz HTTP/1.1\r\n\r\n"):
+    client = socket.create_connection(("127.0.0.1", server.port), timeout=20)
+    client.sendall(request)
+    return client
+
+
+def test_who_waits_for_an_answer_is_not_hung_up_on_for_many_who_say_nothing(holding):
+    server, may_go_on, _ = holding
+    with ExitStack() as stack:
+        good = stack.enter_context(ask(server))
+        silent = [stack.enter_context(ask(server, b"")) for _ in range(200)]
+        may_go_on.set()
+        assert good.recv(12) == b"HTTP/1.0 200"
+        assert all(map(ended, silent[: -http_server.REQUESTS_MAX]))
+
+
+def test_no_answer_is_made_for_who_has_gone(holding):
+    server, may_go_on, made = holding
+    for _ in range(3):
+        with ask(server) as gone:
+            gone.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
+    may_go_on.set()
+    assert asked(server) == 200
+    assert len(made) == 2
+
+
+def test_an_answer_larger_than_the_kernel_takes_at_once_comes_whole_and_in_order():
+    class Large(Collector):
+        def collect(self):
+            yield GaugeMetricFamily("large", "x" * 20_000_000, 1)
+
+    server = HealthServer(0, Large(), dict)
+    with ask(server, b"GET /metr") as slow:
+        slow.sendall(b"ics HTTP/1.1\r\n\r\n")
+        assert slow.recv(12) == b"HTTP/1.0 200"
+        assert asked(server, "") == 200  # others are answered while it does not read
+        head, _, body = slow.makefile("rb").read().partition(b"\r\n\r\n")
+    assert close(server)
+    assert f"Content-Length: {len(body)}".encode() in head.split(b"\r\n")
+    assert body.endswith(b"\nlarge 1.0\n")
+
+
+@pytest.mark.parametrize(
+    ("request_", "status"),
+    [
+        (b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n", 200),
+        (b"GET /metrics?name=x HTTP/1.1\r\n\r\n", 200),
+        (b"GET /healthz HTTP/1.1\r\nx: " + b"x" * 100_000, 431),
+        (b"\xff\xfe\r\n\r\n", 400),
+        (b"GET /healthz\r\n\r\n", 400),
+        (b"POST /metrics HTTP/1.1\r\nContent-Length: 1\r\n\r\n", 501),
+    ],
+)
+def test_what_is_no_request_is_refused_and_said(server, request_, status):
+    with ask(server, request_) as client:
+        answer = client.makefile("rb").read()
+    assert answer.startswith(f"HTTP/1.0 {status} ".encode())
+
+
+def test_a_request_for_the_head_gets_no_body(server):
+    with ask(server, b"HEAD /healthz HTTP/1.1\r\n\r\n") as client:
+        head, _, body = client.makefile("rb").read().partition(b"\r\n\r\n")
+    assert (b"Content-Length: 0" in head, body) == (False, b"")
+
+
+def test_who_comes_while_the_process_has_no_descriptor_left_is_answered_once_it_has(server):
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with socket.socket() as client:
+        free = os.dup(client.fileno())
+        os.close(free)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free, limits[1]))
+        try:
+            client.connect(("127.0.0.1", server.port))
+            client.sendall(b"GET /healthz HTTP/1.1\r\n\r\n")
+            client.settimeout(LIMIT_S)
+            with pytest.raises(TimeoutError):
+                client.recv(12)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        client.settimeout(20)
+        assert client.recv(12) == b"HTTP/1.0 200"
+
+
+def test_requests_need_no_thread(server):
+    before = threading.active_count()
+    clients = [ask(server, b"GET /me") for _ in range(http_server.REQUESTS_MAX)]
+    assert asked(server) == 200  # whoever came before is being served
+    assert threading.active_count() == before
+    for client in clients:
+        client.close()

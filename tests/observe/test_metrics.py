@@ -221,10 +221,10 @@ def test_client_that_says_nothing_holds_others_up_for_a_bounded_time(
 ) -> None:
     import socket
 
-    from ppstream.observe import health_server
+    from ppstream.observe import http_server
 
-    assert health_server.REQUEST_LIMIT_S <= 2
-    monkeypatch.setattr(health_server, "REQUEST_LIMIT_S", 0.2)
+    assert http_server.REQUEST_LIMIT_S <= 2
+    monkeypatch.setattr(http_server, "REQUEST_LIMIT_S", 0.2)
     with socket.create_connection(("127.0.0.1", server.port)):
         done = threading.Event()
 

@@ -280,11 +280,11 @@ MUTANTS: Final = (
         "link-refuses",
     ),
     Mutant(
-        "each request for the metrics has a thread",
-        "ppstream/observe/health_server.py",
-        "class LimitedServer(ThreadingTCPServer):\n",
-        "class LimitedServer(ThreadingTCPServer.__bases__[1]):\n",
-        "scrapers-half",
+        "who answers scrapers waits for none of them",
+        "ppstream/observe/http_server.py",
+        "            accepted.settimeout(0)\n",
+        "",
+        "scraper-silent",
     ),
     Mutant(
         "a drain ends when its time is over",
