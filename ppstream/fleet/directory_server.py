@@ -60,7 +60,7 @@ class DirectoryServer:
         }
         address = "127.0.0.1" if host in LOCAL_NAMES else host
         try:
-            self._server = HttpServer((address, int(port)), self._answer, "directory")
+            self._server = HttpServer((address, int(port)), self._answer, name="directory")
         except OSError as error:
             raise ConfigError(
                 [f"directory.listen: cannot listen on {listen}: {error.strerror}"]

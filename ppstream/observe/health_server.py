@@ -51,7 +51,7 @@ class HealthServer:
         self._registry.register(collector)
         self._health = health
         try:
-            self._server = HttpServer((HOST, port), self._answer, "health")
+            self._server = HttpServer((HOST, port), self._answer, name="health")
         except OSError as error:
             raise ConfigError(
                 [
