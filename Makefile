@@ -70,7 +70,7 @@ test-ranks:
 	@$(PYTEST) $(RANKS) $(BESIDE) 3 >$(VENV)/.ranks.log 2>&1; echo $$? >$(VENV)/.ranks.status
 
 test-others:
-	@$(PYTEST) $(OTHERS) $(BESIDE) 3; echo $$? >$(VENV)/.others.status
+	@$(PYTEST) $(OTHERS) $(BESIDE) 4; echo $$? >$(VENV)/.others.status
 
 test-clients: $(VENV)/.dev
 	$(call twice,$(PYTEST) --dist loadfile tests/clients -n 2)
