@@ -58,7 +58,6 @@ demo: $(VENV)/.demo
 test: $(CORE)
 	@$(MAKE) --keep-going --jobs=2 --output-sync=target lint $(VENV)/.bytecode
 	$(call twice,$(PYTEST) -m alone $(BESIDE) 2 $(ALONE)) || failed=1; \
-	$(call twice,PPSTREAM_NATIVE=0 $(PYTEST) -m 'not alone' $(BESIDE) 2 $(TWINS)) || failed=1; \
 	rm -f $(VENV)/.failed; test -z "$$failed" || touch $(VENV)/.failed
 	@FORK_SERVER_OF=$$$$ $(MAKE) --jobs=2 test-ranks test-others
 	@cat $(VENV)/.ranks.log
@@ -76,13 +75,14 @@ test-clients: $(VENV)/.dev
 	$(call twice,$(PYTEST) --dist loadfile tests/clients -n 2)
 
 check-docs: $(VENV)/.dev
-	$(PYTEST) tests/docs
+	$(PYTEST) --dist loadfile tests/docs -n 2
 
 check-gate: $(VENV)/.dev
 	$(BIN)/python tools/drill/fault_drill.py --only $(CONTENTION)
 
 check-native: $(VENV)/.dev
 	$(BIN)/python tools/dev/check_core.py
+	$(call twice,PPSTREAM_NATIVE=0 $(PYTEST) -m 'not alone' $(BESIDE) 2 $(TWINS))
 
 # What keeps no time goes side by side; the tests come last, also when something before them fails.
 check: $(VENV)/.dev

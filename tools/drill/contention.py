@@ -32,7 +32,10 @@ from ppstream.core.specs import TensorSpec
 if TYPE_CHECKING:
     from torch import Tensor
 
-GATE: Final = ("bringup.overlap_min=0.3", "bringup.accept=[]", "bringup.standalone=15")
+GATE: Final = (
+    *("bringup.overlap_min=0.3", "bringup.accept=[]"),
+    *("bringup.standalone=15", "bringup.warmup_max=60"),
+)
 NOBODY: Final = ("service.endpoint=none", "service.duration_s=0.05")
 GATE_LIMIT_S: Final = 90.0
 CALIBRATED_NS: Final = 20 * NS_PER_MS  # of CPU time
@@ -43,7 +46,7 @@ BESIDE_OTHERS: Final = (30, 31)  # a busy machine may leave too little to judge
 BUSY_LIMIT_S: Final = 240.0
 PATIENT: Final = "actions.lease_ms=3000"  # beside others nothing is late
 BUSY: Final = "print(flush=True)\nwhile True: pass"
-SERVED_S: Final = 6.0
+SERVED_S: Final = 4.0
 CONTENDED: Final = "bring-up verdict FAIL: CONTENDED"
 REPORT: Final = ROOT / "tools" / "overlap_report.py"
 
@@ -161,7 +164,7 @@ def _stages(kind: str, a_ms: float, b_ms: float, c_ms: float, folder: Path) -> t
 
 def one_cpu(folder: Path, outcome: FaultOutcome) -> None:
     """Both ranks may use one CPU, as in a small container."""
-    settings = (*_stages("work", 0.5, 12, 9, folder), *GATE, *NOBODY, f"log.root={folder}")
+    settings = (*_stages("work", 0.5, 8, 6, folder), *GATE, *NOBODY, f"log.root={folder}")
     output = folder / "torchrun.txt"
     with launched(output, ("--nproc-per-node=2",), settings, ("taskset", "-c", "0")) as (run, _):
         expect_end(run)
@@ -172,7 +175,7 @@ def one_cpu(folder: Path, outcome: FaultOutcome) -> None:
 
 def shared_lock(folder: Path, outcome: FaultOutcome) -> None:
     """Policy and decoder hold one lock while they work."""
-    settings = (*_stages("lock", 0.0, 12, 10, folder), *GATE, *NOBODY)
+    settings = (*_stages("lock", 0.0, 8, 7, folder), *GATE, *NOBODY)
     with RankPair(folder, CONFIG, settings) as ranks:
         ranks.wait(GATE_LIMIT_S)
         _expect_contended(folder, ranks.output(), outcome)
@@ -236,7 +239,7 @@ def _wait_for_folder(folder: Path) -> None:
 
 def one_interpreter(folder: Path, outcome: FaultOutcome) -> None:
     """A and C have a thread each, and both hold the interpreter while they work."""
-    settings = (*_stages("work", 8, 4, 8, folder), *GATE, *NOBODY, "pipeline.threads=split")
+    settings = (*_stages("work", 6, 3, 6, folder), *GATE, *NOBODY, "pipeline.threads=split")
     with RankPair(folder, CONFIG, settings) as ranks:
         ranks.wait(GATE_LIMIT_S)
         _expect_contended(folder, ranks.output(), outcome)
