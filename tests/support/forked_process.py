@@ -72,6 +72,9 @@ class ForkedProcess:
         self._connection = _server.connected()
         self._connection.send(json.dumps(request).encode())
         self.pid = int(self._connection.recv(ANSWER_BYTES))
+        self._handle: int | None = None  # no other process has it, though the number may go on
+        with suppress(ProcessLookupError):  # it has ended, and the server has seen that
+            self._handle = os.pidfd_open(self.pid)
         _living.add(self)
 
     @property
@@ -96,12 +99,16 @@ class ForkedProcess:
             if self._code is None:  # no other thread has read it
                 self._code = int(self._connection.recv(ANSWER_BYTES))
                 self._connection.close()
+                if self._handle is not None:
+                    os.close(self._handle)
                 _living.discard(self)
             return self._code
 
     def send_signal(self, number: int) -> None:
-        if self.poll() is None:
-            os.kill(self.pid, number)
+        if self.poll() is not None or self._handle is None:
+            return
+        with suppress(ProcessLookupError):  # it ends meanwhile, and the server waits for it
+            signal.pidfd_send_signal(self._handle, number)
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
