@@ -24,7 +24,7 @@ SMALL = Path(__file__).parents[1] / "support" / "small.toml"
 
 
 def settings(folder: Path) -> list[str]:
-    """With a lease that no envelope outlives, and more of them: busy machines leave the gate few."""
+    """A lease that no envelope outlives, and more of them: a busy machine leaves the gate few."""
     return [
         f"log.root={folder}",
         "service.duration_s=none",
