@@ -22,7 +22,7 @@ again = $(1) -n 0 --exitfirst --last-failed --last-failed-no-failures=none
 twice = $(1) || { test $$? = 1 && $(call again,$(1)); }
 once_more = case $$(cat $(VENV)/.$(1).status) in 0) ;; 1) $(call again,$(2));; *) false;; esac || \
 	touch $(VENV)/.failed
-# Two of them at a time, and nothing else: they wait most of theirs, too. The longest begin.
+# Two at a time, and nothing beside them: they, too, wait most of their time. The longest begin.
 ALONE := tests/multirank/test_faults.py tests/multirank/test_recorded_bring_up.py \
 	$(shell grep -rl --include='*.py' 'mark[.]alone' tests)
 CORE := ppstream/native/core.abi3.so

@@ -23,7 +23,7 @@ from ppstream.wire.fields import MAX_NAME
 
 
 class DirectoryStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """HttpResponse of ``/v1/status``."""
+    """Answer of ``/v1/status``."""
 
     pipelines: list[PipelineStatus]
     resolved: int

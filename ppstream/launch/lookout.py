@@ -17,6 +17,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
 from ppstream.control.peer_process import HeldProcess, children, of_rank
+from ppstream.control.watchdog import is_warm
 from ppstream.core.clock import NS_PER_MS, NS_PER_S, now_ns
 from ppstream.core.errors import ExitCode, PeerLostError, PpstreamError
 
@@ -78,7 +79,7 @@ class Lookout:
 
     def on_phase(self, phase: str) -> None:
         """Past ``warming`` silence tells what state told: the other rank's is no longer asked."""
-        if phase != "warming":
+        if is_warm(phase):
             self._siblings = []
             self._is_warm = True
 

@@ -126,28 +126,14 @@ def test_answers_are_made_one_at_a_time_by_one_thread():
     assert len(makers) == 1  # what the allocator keeps of a thread grows by no answer more
 
 
-def test_no_answer_is_made_for_who_was_hung_up_on(monkeypatch):
-    monkeypatch.setattr(http_server, "REQUEST_LIMIT_S", 3600)  # no time ends them
-    made, is_made, may_go_on = [], threading.Event(), threading.Event()
-
-    def held():
-        made.append(1)
-        is_made.set()
-        assert may_go_on.wait(20)
-        return {"phase": "ready"}
-
-    server = HealthServer(0, Nothing(), held)
-    clients = []
-    for _ in range(44):
-        clients.append(socket.create_connection(("127.0.0.1", server.port), timeout=20))
-        clients[-1].sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
-        assert is_made.wait(20)  # the first one is being answered
-    newest = 44 - http_server.REQUESTS_MAX
+def test_no_answer_is_made_for_who_was_hung_up_on(holding):
+    server, may_go_on, made = holding
+    clients = [ask(server) for _ in range(43)]
+    newest = len(clients) - http_server.REQUESTS_MAX
     may_go_on.set()
     assert all(map(ended, clients[:newest]))
     assert all(client.recv(12) == b"HTTP/1.0 200" for client in clients[newest:])
     assert len(made) <= 1 + http_server.REQUESTS_MAX
-    assert close(server)
     for client in clients:
         client.close()
 

@@ -104,9 +104,8 @@ class _Server:
 
     def _accept(self, listener: socket.socket) -> None:
         connection, _ = listener.accept()
-        _, user, _ = struct.unpack(
-            "3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-        )
+        peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, PEER.size)
+        _, user, _ = PEER.unpack(peer)
         if user != os.getuid():
             connection.close()
             return

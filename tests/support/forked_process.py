@@ -105,10 +105,9 @@ class ForkedProcess:
             return self._code
 
     def send_signal(self, number: int) -> None:
-        if self.poll() is not None or self._handle is None:
-            return
-        with suppress(ProcessLookupError):  # it ends meanwhile, and the server waits for it
-            signal.pidfd_send_signal(self._handle, number)
+        with self._lock, suppress(ProcessLookupError):  # it has ended; the server waits for it
+            if self._code is None and self._handle is not None:
+                signal.pidfd_send_signal(self._handle, number)
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)

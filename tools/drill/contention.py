@@ -33,8 +33,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 GATE: Final = (
-    *("bringup.overlap_min=0.3", "bringup.accept=[]"),
-    *("bringup.standalone=15", "bringup.warmup_max=60"),
+    "bringup.overlap_min=0.3",
+    "bringup.accept=[]",
+    "bringup.standalone=15",
+    "bringup.warmup_max=60",
 )
 NOBODY: Final = ("service.endpoint=none", "service.duration_s=0.05")
 GATE_LIMIT_S: Final = 90.0
