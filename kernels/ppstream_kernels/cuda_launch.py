@@ -22,6 +22,7 @@ from ppstream_kernels.cuda_call import (
 )
 from ppstream_kernels.cuda_compile import Variant, import_cuda
 from ppstream_kernels.cuda_load import load_kernels
+from ppstream_kernels.kernel_launch import DriverRefusedError
 
 Addresses: TypeAlias = tuple[int, ...]
 
@@ -80,7 +81,7 @@ def make_queue(
             served by this launch or not; 0 where absent.
 
     Returns:
-        The call; it raises RuntimeError where the driver refuses the launch.
+        The call; it raises DriverRefusedError where the driver refuses the launch.
     """
     memory = _memory(prepared, header, streams)
     # Variables of a closure: attributes would cost a call a tenth of a microsecond.
@@ -105,7 +106,7 @@ def make_queue(
             error = launch_kernel(at, kernel, arguments_at, None)
         if error != 0:
             name = import_cuda("cuda.bindings.driver").CUresult(error)
-            raise RuntimeError(f"the driver refuses a launch of {prepared.size}: {name!r}")
+            raise DriverRefusedError(f"the driver refuses a launch of {prepared.size}: {name!r}")
         return None
 
     return queue

@@ -22,6 +22,7 @@ from torch import device as Device
 
 from ppstream_kernels.cuda_compile import Plain, import_cuda
 from ppstream_kernels.cuda_load import load_kernels
+from ppstream_kernels.kernel_launch import DriverRefusedError
 
 PUT: Final = Path(__file__).with_name("put.cu")
 HEADER_WORDS: Final = 16  # most
@@ -114,13 +115,13 @@ class Puts:
         """Send ``message`` and count it, on the driver's ``stream``.
 
         Raises:
-            RuntimeError: the driver refuses it.
+            DriverRefusedError: the driver refuses it.
         """
         pack_count(self._memory, message, count)
         shape, arguments = self._launches[message]
         error = self._launch(*shape, stream, arguments, 0)[0]
         if error != 0:
-            raise RuntimeError(f"the driver refuses to send a message: {error!r}")
+            raise DriverRefusedError(f"the driver refuses to send a message: {error!r}")
 
 
 def grid(size: int) -> tuple[int, int]:

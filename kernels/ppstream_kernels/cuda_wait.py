@@ -22,6 +22,7 @@ from torch import device as Device
 
 from ppstream_kernels.cuda_compile import Plain, import_cuda
 from ppstream_kernels.cuda_load import load_kernels
+from ppstream_kernels.kernel_launch import DriverRefusedError
 
 WAIT: Final = Path(__file__).with_name("wait.cu")
 ARGUMENTS: Final = struct.Struct("=QI")  # counter, value
@@ -86,12 +87,12 @@ class Waits:
         """Hold the driver's ``stream`` until the counter is at ``count``: its lower 32 bits.
 
         Raises:
-            RuntimeError: the driver refuses it.
+            DriverRefusedError: the driver refuses it.
         """
         _VALUE.pack_into(self._memory, _VALUE_AT, count % _WRAP)
         error = self._launch(self._kernel, *_ONE_WARP, stream, self._first, 0)[0]
         if error != 0:
-            raise RuntimeError(f"the driver refuses to wait for a count: {error!r}")
+            raise DriverRefusedError(f"the driver refuses to wait for a count: {error!r}")
 
 
 @cache

@@ -18,6 +18,10 @@ from ppstream_kernels.cuda_compile import import_cuda
 THREADS: Final = 256
 
 
+class DriverRefusedError(RuntimeError):
+    """The CUDA driver refused a call; behind an error of a kernel it refuses all further ones."""
+
+
 class KernelLaunch:
     """One kernel whose only parameter is a struct.
 
@@ -50,7 +54,7 @@ class KernelLaunch:
         """Queues the kernel on the driver's ``stream``.
 
         Raises:
-            RuntimeError: the driver refuses it.
+            DriverRefusedError: the driver refuses it.
         """
         answer = self._launch(self._kernel, *self._size, stream, self._address, 0)
         if answer[0]:
@@ -60,7 +64,7 @@ class KernelLaunch:
         """Adds the kernel to the driver's ``graph``, behind the nodes ``after``; returns its node.
 
         Raises:
-            RuntimeError: the driver refuses it.
+            DriverRefusedError: the driver refuses it.
         """
         node = self._driver.CUDA_KERNEL_NODE_PARAMS()
         # a node wants the function of the current context; a launch takes the kernel's handle, too
@@ -76,10 +80,10 @@ def checked(answer: tuple[Any, ...]) -> tuple[Any, ...]:
     """Returns what a call of the driver gave.
 
     Raises:
-        RuntimeError: it gave an error.
+        DriverRefusedError: it gave an error.
     """
     if answer[0] != 0:
-        raise RuntimeError(f"the CUDA driver refuses: {answer[0]!r}")
+        raise DriverRefusedError(f"the CUDA driver refuses: {answer[0]!r}")
     return answer[1:]
 
 

@@ -371,7 +371,20 @@ def how_it_ends(error: BaseException) -> tuple[ExitCode, str]:
     text = message_of(error)
     if isinstance(error, MemoryError):
         return ExitCode.OUT_OF_MEMORY, text or "memory ran out on this rank"
-    return ExitCode.INTERNAL, f"{type(error).__name__}: {text}"
+    is_refused = isinstance(error, _device_refusals())
+    return (
+        ExitCode.POISONED if is_refused else ExitCode.INTERNAL,
+        f"{type(error).__name__}: {text}",
+    )
+
+
+def _device_refusals() -> tuple[type[Exception], ...]:
+    """Returns what kernels and torch (2.8 or newer) raise where a GPU refuses work; of what this
+    process has loaded.
+    """
+    named = ("ppstream_kernels.kernel_launch", "DriverRefusedError"), ("torch", "AcceleratorError")
+    found = (getattr(sys.modules.get(module), name, None) for module, name in named)
+    return tuple(error for error in found if error is not None)
 
 
 def _end_all(processes: Iterable[HeldProcess]) -> list[str]:

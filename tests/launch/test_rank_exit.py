@@ -7,6 +7,7 @@ import threading
 from contextlib import suppress
 
 import pytest
+import torch
 from pipeline_in_process import small_config
 
 from ppstream.config.rules import problems
@@ -26,6 +27,7 @@ from ppstream.launch.handshake import saying_goodbye
 from ppstream.launch.rank_exit import Course, RankEnd, how_it_ends
 from ppstream.observe.run_folder import Run
 from ppstream.wire.rank_messages import Goodbye
+from ppstream_kernels.kernel_launch import checked
 
 
 class OtherProcess(HeldProcess):
@@ -383,6 +385,14 @@ def test_user_code_that_exits_is_an_end_with_a_reason():
         "code of this rank called sys.exit(3)",
     )
     assert how_it_ends(MemoryError())[0] is ExitCode.OUT_OF_MEMORY
+
+
+def test_a_device_that_refuses_work_is_no_bug_of_ours():
+    with pytest.raises(RuntimeError) as refused:
+        checked((719,))
+    for error in (refused.value, torch.AcceleratorError("device-side assert")):
+        assert how_it_ends(error)[0] is ExitCode.POISONED
+    assert how_it_ends(RuntimeError("else"))[0] is ExitCode.INTERNAL
 
 
 # ---- the way out, without what it would need ----------------------------------------------------
