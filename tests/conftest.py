@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import signal
 from collections.abc import Generator
 from pathlib import Path
 
 import pytest
+from _pytest.runner import runtestprotocol
 
 os.environ["OMP_NUM_THREADS"] = "1"  # torch asks once; tests run beside each other
 os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # no pool of interpreters beside a compiler
@@ -34,10 +36,31 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Takes what is imported out of the garbage collector's sight, at once."""
+    """Takes what is imported out of the garbage collector's sight, at once.
+
+    pytest adds and removes handlers six times a test at each logger whose records do not reach the
+    root: torch has dozens. They do here.
+    """
     gc.disable()
     try:
         return (yield)
     finally:
         gc.freeze()
         gc.enable()
+        for logger in logging.root.manager.loggerDict.values():
+            if isinstance(logger, logging.Logger):
+                logger.propagate = True
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
+    """In a worker: tells the controller of a set-up or a teardown only what did not pass."""
+    if not hasattr(item.config, "workerinput") or item.get_closest_marker("flaky"):
+        return None
+    hook, place = item.ihook, {"nodeid": item.nodeid, "location": item.location}
+    hook.pytest_runtest_logstart(**place)
+    for report in runtestprotocol(item, log=False, nextitem=nextitem):
+        if report.when == "call" or not report.passed:
+            hook.pytest_runtest_logreport(report=report)
+    hook.pytest_runtest_logfinish(**place)
+    return True

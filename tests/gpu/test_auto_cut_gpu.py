@@ -12,10 +12,9 @@ from ppstream.core.errors import ConfigError
 from ppstream.launch.auto_cut import time_parts
 from ppstream_stages.simulated import SimulatedPolicy
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
+if not torch.cuda.is_available():
+    pytest.skip("no CUDA device", allow_module_level=True)
+pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda", 0)
 SETTINGS = (
     "placement.policy=cuda:0",

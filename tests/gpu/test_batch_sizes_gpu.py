@@ -48,10 +48,11 @@ GRAPHS = pytest.mark.parametrize("graph", ["true", "false"], ids=["graphs", "eag
 READY_LIMIT_S, ANSWER_LIMIT_S = 150, 20.0
 STREAMS = [("joints", 14), ("vision", 256)]
 
+if not torch.cuda.is_available():
+    pytest.skip("no CUDA device", allow_module_level=True)
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.timeout(300),
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
 ]
 
 

@@ -32,10 +32,11 @@ FROZEN_S = 2.0  # silence has a limit of its own
 SPARE_S = 3.0  # of a process with CUDA, to be gone once it was told to
 TOLERANCE = 1e-5  # windows are resampled on a GPU, sums have another order
 
+if GPUS < 1:
+    pytest.skip("needs a GPU", allow_module_level=True)
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.timeout(300),
-    pytest.mark.skipif(GPUS < 1, reason="needs a GPU"),
 ]
 NCCL = "NCCL takes one rank for each GPU"
 

@@ -14,10 +14,9 @@ from ppstream_kernels.cuda_clock import ClockAnswers
 from ppstream_kernels.cuda_stamped import StampedLaunches
 from ppstream_kernels.cuda_wait import StampedWait
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-]
+if not torch.cuda.is_available():
+    pytest.skip("needs a GPU", allow_module_level=True)
+pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda", 0)
 
 

@@ -10,10 +10,9 @@ from ppstream_kernels import MODES, Resampled, StreamSource, resample, resample_
 from ppstream_kernels.cuda_plan import CudaPlan
 from ppstream_kernels.source import to_columns
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
+if not torch.cuda.is_available():
+    pytest.skip("no CUDA device", allow_module_level=True)
+pytestmark = pytest.mark.gpu
 
 LIMIT_NS = 30
 POISON = 0xA5

@@ -16,10 +16,9 @@ from ppstream.ingest.device.window import DeviceWindow
 from ppstream.ingest.rows import Commitment
 from ppstream.links.slots import SlotLayout
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
+if not torch.cuda.is_available():
+    pytest.skip("no CUDA device", allow_module_level=True)
+pytestmark = pytest.mark.gpu
 
 LEASE = 100 * MS
 POISON = 0xCD

@@ -10,10 +10,9 @@ import time
 import pytest
 import torch
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
+if not torch.cuda.is_available():
+    pytest.skip("no CUDA device", allow_module_level=True)
+pytestmark = pytest.mark.gpu
 
 READ_LIMIT_S = 0.5
 #: A rank on the last device; a thread whose current device is the first one reads.

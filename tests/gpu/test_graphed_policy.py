@@ -26,10 +26,9 @@ from ppstream_kernels.cuda_stamped import StampedLaunches
 from ppstream_kernels.cuda_wait import StampedWait
 from ppstream_stages.act import build
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
+if not torch.cuda.is_available():
+    pytest.skip("no CUDA device", allow_module_level=True)
+pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda", 0)
 ACT = {"steps": 16, "dim": 14, "streams": 2, "horizon": 20, "action_dim": 7, "width": 128}
 

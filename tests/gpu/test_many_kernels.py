@@ -43,12 +43,11 @@ END_LIMIT_S = 12
 DRAINED, PEER_LOST = 0, 20
 KILLED = -9
 
+if torch.cuda.device_count() < 2:
+    pytest.skip("needs two GPUs", allow_module_level=True)
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.timeout(300),
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.device_count() < 2, reason="needs two GPUs"
-    ),
 ]
 
 

@@ -60,10 +60,11 @@ SPARE_S = 3.0  # of a process with CUDA, to be gone once it was told to
 BFLOAT16, FLOAT32 = 2e-2, 1e-4  # TF32 would be off by some 1e-3
 TOLERANCE = {"bfloat16": BFLOAT16, "float32": FLOAT32}
 
+if GPUS < 2:
+    pytest.skip("needs two GPUs: NCCL takes one rank for each", allow_module_level=True)
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.timeout(300),
-    pytest.mark.skipif(GPUS < 2, reason="needs two GPUs: NCCL takes one rank for each"),
 ]
 
 WHOLE_ACT = {

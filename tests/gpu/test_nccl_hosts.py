@@ -31,10 +31,11 @@ GONE_S = 2.5
 FROZEN_S = 2.0  # silence has a limit of its own
 SPARE_S = 3.0  # of a process with CUDA, to be gone once it was told to
 
+if torch.cuda.device_count() < 2:
+    pytest.skip("needs two GPUs", allow_module_level=True)
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.timeout(200),
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
 ]
 
 

@@ -13,10 +13,9 @@ MARGIN = 64
 COUNTS = (1, (1 << 31) - 1, 1 << 31, (1 << 32) - 1, 1 << 32, (1 << 33) + 7)
 SIZES = (8, 64, 112, 128, 1000, 1024, 4096, 32768, 32800, 65536, 100_003, (1 << 20) + 5)
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-]
+if not torch.cuda.is_available():
+    pytest.skip("needs a GPU", allow_module_level=True)
+pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda", 0)
 
 

@@ -40,10 +40,11 @@ LIMIT_S = 120
 GONE_S = 8.0  # silence has a limit of 1.5 s, and a process with CUDA takes its time to be gone
 TOLERANCE = 1e-5  # windows are resampled on a GPU
 
+if GPUS < 1:
+    pytest.skip("needs a GPU", allow_module_level=True)
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.timeout(300),
-    pytest.mark.skipif(GPUS < 1, reason="needs a GPU"),
 ]
 
 

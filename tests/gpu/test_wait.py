@@ -17,10 +17,9 @@ LONG_S = 0.05  # far beyond what it looks without a pause
 MESSAGES = 2000
 BYTES = 4096
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-]
+if not torch.cuda.is_available():
+    pytest.skip("needs a GPU", allow_module_level=True)
+pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda", 0)
 
 

@@ -13,10 +13,11 @@ from ppstream.data import Windows
 CUDA = torch.device("cuda", 0)
 NEAR = {torch.float32: 1e-5, torch.bfloat16: 2**-6}  # of pixels less mean, over std: up to 4
 
+if not torch.cuda.is_available():
+    pytest.skip("no CUDA device", allow_module_level=True)
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.timeout(300),
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
     pytest.mark.filterwarnings("ignore:This DataLoader will create"),
 ]
 
