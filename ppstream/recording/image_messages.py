@@ -50,18 +50,20 @@ class FoundImage(NamedTuple):
     data: NDArray[np.uint8]
     order: PixelOrder | None  # None: JPEG or PNG
     step: int  # bytes of a row
+    opened: Any = None  # Pillow's, of a JPEG or PNG
 
     def check(self) -> None:
         """Raises ValueError where a JPEG or PNG does not decode."""
         if self.order is None:
-            check_encoded(self.data)
+            _check(self.opened)
 
     def pixels(self) -> NDArray[np.uint8]:
         """Pixels ``[height * width * 3]`` uint8 RGB, perhaps a view. Raises ValueError."""
         if self.order is None:
-            opened = _opened(self.data)
+            opened = self._whole()
             _load(opened)
-            decoded: NDArray[np.uint8] = np.asarray(opened.convert("RGB"))
+            rgb = opened if opened.mode == "RGB" else opened.convert("RGB")
+            decoded: NDArray[np.uint8] = np.asarray(rgb)
             return decoded.reshape(-1)
         height, width = self.size
         rows = self.data.reshape(height, self.step)[:, : width * self.order.bytes]
@@ -72,14 +74,21 @@ class FoundImage(NamedTuple):
         """The JPEG or PNG, where any reader sees the same RGB in it; else None."""
         if self.order is not None:
             return None
-        opened = _opened(self.data)
-        is_plain = opened.mode == "RGB" and opened.getexif().get(ORIENTATION, 1) == 1
+        is_plain = self.opened.mode == "RGB" and self.opened.getexif().get(ORIENTATION, 1) == 1
         return self.data.tobytes() if is_plain else None
+
+    def _whole(self) -> Any:
+        """Opened anew if ``check`` has made it smaller."""
+        is_whole = self.opened.size == self.size[::-1]
+        return self.opened if is_whole else _opened(self.data)
 
 
 def check_encoded(data: bytes | NDArray[np.uint8]) -> None:
     """Raises ValueError where a JPEG or PNG does not decode; cheaper than its pixels."""
-    opened = _opened(data)
+    _check(_opened(data))
+
+
+def _check(opened: Any) -> None:
     opened.draft("RGB", (1, 1))  # of a JPEG every bit is read, and few pixels are made
     _load(opened)
 
@@ -130,7 +139,7 @@ def _compressed(message: object) -> FoundImage:
     opened = _opened(data)
     if opened.mode not in EIGHT_BITS:
         raise ConfigError([f"frames are {opened.format} of {opened.mode}, want 8 bits a channel"])
-    return FoundImage((opened.height, opened.width), data, None, 0)
+    return FoundImage((opened.height, opened.width), data, None, 0, opened)
 
 
 def _opened(data: bytes | NDArray[np.uint8]) -> Any:

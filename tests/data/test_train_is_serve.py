@@ -49,12 +49,15 @@ def served(path: Path, settings: PipelineConfig) -> list[dict[str, bytes]]:
     case = Input(msgspec.structs.replace(settings, pipeline=pipeline))
     source = RecordedSource(path, case.config, case.rows, None)
     windows = []
+    slot = torch.empty(case.layout.slot_bytes, dtype=torch.uint8)
+    out = case.layout.views(slot)
+    names = [n for n in out if n.endswith((".values", ".valid", ".age_s", ".frames"))]
+    written = {n: out[n][0].view(-1).view(torch.uint8).numpy() for n in names}
     for window in range(source.windows):
-        out = case.slot()
+        slot.fill_(0xCD)  # whatever is not written shows
         ends_ns = source.window_ends_ns(window)
         case.cutter.cut(out, ends_ns, LEASE)
-        names = [n for n in out if n.endswith((".values", ".valid", ".age_s", ".frames"))]
-        windows.append({n: bits(out[n][0]) for n in names})
+        windows.append({n: one.tobytes() for n, one in written.items()})
         windows[-1]["window_end_ns"] = np.int64(ends_ns[0]).tobytes()
     return windows
 
@@ -64,15 +67,18 @@ def trained(path: Path, settings: PipelineConfig) -> list[dict[str, bytes]]:
     recording = load_recording(path, settings.streams, settings.record.robot)
     (episode,) = episodes_of(path, recording.select(settings.streams), settings, "replay").episodes
     cutter = BatchCutter(settings, shown=[camera.name for camera in settings.cameras])
-    return [
-        {n: bits(tensor[row]) for n, tensor in chunk.items() if not n.endswith(".frame_index")}
-        for chunk in cutter.chunks(episode)
-        for row in range(len(chunk["window_end_ns"]))
-    ]
+    windows = []
+    for chunk in cutter.chunks(episode):
+        names = [n for n in chunk if not n.endswith(".frame_index")]
+        columns = [bytes_of_rows(chunk[n]) for n in names]
+        windows += [dict(zip(names, one, strict=True)) for one in zip(*columns, strict=True)]
+    return windows
 
 
-def bits(tensor: torch.Tensor) -> bytes:
-    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+def bytes_of_rows(tensor: torch.Tensor) -> list[bytes]:
+    """What each row ``tensor[n]`` is made of."""
+    rows = tensor.contiguous().reshape(len(tensor), -1).view(torch.uint8).numpy()
+    return [row.tobytes() for row in rows]
 
 
 def assert_same(path: Path, settings: PipelineConfig, least: int) -> None:
