@@ -46,6 +46,12 @@ def started(folder: Path) -> Iterator[PipelineProcess]:
         process.end()
 
 
+def wait_ready(process: PipelineProcess) -> None:
+    wait_until(lambda: process.report().phase in {"ready", "failed", "ended"}, seconds=LIMIT_S)
+    report = process.report()
+    assert report.phase == "ready", report
+
+
 @pytest.fixture
 def forked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pipelines are forks of a process that has imported torch, and so are their ranks."""
@@ -58,7 +64,7 @@ def test_it_tells_its_phase_its_robots_and_its_drain(tmp_path: Path) -> None:
     with started(tmp_path) as process:
         first = process.report()
         assert (first.phase, first.rows, first.pid) == ("starting", ROBOTS, process.pid)
-        wait_until(lambda: process.report().phase == "ready", seconds=LIMIT_S)
+        wait_ready(process)
         directory = Directory()
         directory.report(process.report(), now_ns())
         with closing(DirectoryServer("127.0.0.1:0", directory)) as server:
@@ -77,7 +83,7 @@ def test_it_tells_its_phase_its_robots_and_its_drain(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("forked")
 def test_one_that_is_killed_has_failed_and_may_be_started_anew(tmp_path: Path) -> None:
     with started(tmp_path) as process:
-        wait_until(lambda: process.report().phase == "ready", seconds=LIMIT_S)
+        wait_ready(process)
         for pid in reversed((process.pid, *descendants(process.pid))):
             os.kill(pid, signal.SIGKILL)
         wait_until(lambda: process.report().phase == "failed")

@@ -51,7 +51,7 @@ c_ms = 0.0
 d_in = 1
 
 [bringup]
-envelopes = 100
+envelopes = 200  # on a busy machine half of them are warm-up
 standalone = 5
 warmup_max = 60
 accept = ["NOTHING_TO_HIDE", "LOW_OVERLAP", "CONTENDED"]
