@@ -9,9 +9,13 @@ from typing import Any
 
 from pipeline_in_process import NewestValues, PipelineInProcess, small_config
 from prometheus_client.parser import text_string_to_metric_families
+from robot_rig import wait_until
 
 from ppstream.launch.monitoring import Monitoring
 from ppstream.sessions.session import SessionCounts
+
+#: The policy rank answers first, and accounts later.
+CALLS = "ppstream_stage_duration_seconds_count", ("B",)
 
 
 class Watched:
@@ -44,6 +48,7 @@ class Watched:
         self.pipeline.rank0.run(envelopes)
         self.pipeline.rank0.write_ledger()
         self.pipeline.rank0.log.flush()
+        wait_until(lambda: self.samples(1).get(CALLS, 0) == self.pipeline.rank0.started)
         self.pipeline.policy_log.flush()
 
     def get(self, rank: int, path: str) -> tuple[int, str]:
