@@ -261,6 +261,7 @@ class HostExecutor(OnHost):
         self._in_vain = max(0, self._in_vain - 2)
         self._cost_a.enter()
         self._loop.stage_a.build(flight, slot, ends_ns)
+        self._cost_a.end()  # what sends it is the link's
         if self._books_first:
             self._account_a(flight)
         slot.words[EPOCH], slot.words[SEQ] = flight.epoch, flight.seq

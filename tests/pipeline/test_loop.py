@@ -740,6 +740,27 @@ def test_a_text_that_comes_while_front_parts_run_waits_for_them(build):
 
 
 @pytest.mark.parametrize("form", THREADS)
+def test_cpu_time_of_the_sending_is_none_of_stage_a_s(build, form, monkeypatch):
+    spent_ns = 3_000_000
+    with build(form, NewestValues()) as pipeline:
+        commit = pipeline.executor.out.commit
+
+        def commit_and_spend(index):
+            commit(index)
+            until = time.thread_time_ns() + spent_ns
+            while time.thread_time_ns() < until:
+                pass
+
+        monkeypatch.setattr(pipeline.executor.out, "commit", commit_and_spend)
+        pipeline.saturate()
+        pipeline.rank0.run(5)
+        lines = pipeline.envelopes()
+    told = [line["cpu_a_ns"] for line in lines if "cpu_a_ns" in line]
+    assert told
+    assert max(told) < spent_ns
+
+
+@pytest.mark.parametrize("form", THREADS)
 def test_front_parts_time_is_stage_a_s_and_what_they_raise_costs_one_envelope(build, form):
     spent_ns = 3_000_000
 
