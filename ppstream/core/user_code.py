@@ -1,4 +1,4 @@
-"""Exceptions of user code as short text to show, log and send; the first of each kind.
+"""Exceptions of user code as short text to show, log and send; how any exception ends a rank.
 
 Policies and decoders may raise anything: an exception whose text raises, is no valid Unicode or
 has 8 MB, a KeyboardInterrupt, ``sys.exit()``. Nothing here raises for it but ``UserExitError``. How
@@ -9,16 +9,25 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import sysconfig
 import traceback
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, NamedTuple
 
-from ppstream.core.errors import MAX_PLACE, MAX_TEXT, PolicyError
+from ppstream.core.errors import (
+    MAX_PLACE,
+    MAX_TEXT,
+    ExitCode,
+    PolicyError,
+    PpstreamError,
+    StoppedEarlyError,
+)
 
 logger = logging.getLogger("ppstream")
 
+REASON_MAX: Final = 1 << 16  # characters: a configuration may have many problems
 WHAT_MAX: Final = 400  # characters of a type and its message
 SHOWN_MAX: Final = 16  # kinds that one rank prints: user code can make up as many as it likes
 FRAMES: Final = 20  # of a traceback, the innermost ones
@@ -165,3 +174,32 @@ def _cut(text: str, most: int) -> str:
 
 def _tail(text: str) -> str:
     return text if len(text) <= MAX_PLACE else "..." + text[3 - MAX_PLACE :]
+
+
+def how_it_ends(error: BaseException) -> tuple[ExitCode, str]:
+    """Returns the exit code and reason for ``error``, in text that can be written and sent."""
+    if isinstance(error, PpstreamError | StoppedEarlyError):
+        return error.exit_code, message_of(error, REASON_MAX)
+    if isinstance(error, SystemExit):
+        try:
+            fault_of(error, "code of this rank")
+        except UserExitError as left:
+            error = left
+        return ExitCode.POLICY_OUTPUT, str(error)
+    text = message_of(error)
+    if isinstance(error, MemoryError):
+        return ExitCode.OUT_OF_MEMORY, text or "memory ran out on this rank"
+    is_refused = isinstance(error, _device_refusals())
+    return (
+        ExitCode.POISONED if is_refused else ExitCode.INTERNAL,
+        f"{type(error).__name__}: {text}",
+    )
+
+
+def _device_refusals() -> tuple[type[Exception], ...]:
+    """Returns what kernels and torch (2.8 or newer) raise where a GPU refuses work; of what this
+    process has loaded.
+    """
+    named = ("ppstream_kernels.kernel_launch", "DriverRefusedError"), ("torch", "AcceleratorError")
+    found = (getattr(sys.modules.get(module), name, None) for module, name in named)
+    return tuple(error for error in found if error is not None)

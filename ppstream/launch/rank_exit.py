@@ -21,10 +21,9 @@ from ppstream.core.errors import (
     OTHER_LEFT,
     ExitCode,
     PeerLeftError,
-    PpstreamError,
     StoppedEarlyError,
 )
-from ppstream.core.user_code import UserExitError, fault_of, message_of
+from ppstream.core.user_code import how_it_ends
 from ppstream.links import nccl_dump
 from ppstream.observe.run_folder import Run
 from ppstream.wire.rank_messages import Goodbye
@@ -42,7 +41,6 @@ ZOMBIE_S: Final = 0.1  # from the end of a process's sockets to its own
 TELL_LIMIT_S: Final = 2.0  # a disk or terminal that stands cannot hold up the end
 STACKS_S: Final = 0.1  # for a rank that is about to be ended to write its stacks
 STDERR: Final = 2
-REASON_MAX: Final = 1 << 16  # characters: a configuration may have many problems
 CLEANER: Final = "multiprocessing.resource_tracker"  # leaves by itself when its work is done
 COMMAND_SHOWN: Final = 80  # characters
 
@@ -356,35 +354,6 @@ class RankEnd:
         if not self.peers:
             return f"{self._another} ended before its handshake with this rank; read its output"
         return "the other rank's process exited without a message"
-
-
-def how_it_ends(error: BaseException) -> tuple[ExitCode, str]:
-    """Returns the exit code and reason for ``error``, in text that can be written and sent."""
-    if isinstance(error, PpstreamError | StoppedEarlyError):
-        return error.exit_code, message_of(error, REASON_MAX)
-    if isinstance(error, SystemExit):
-        try:
-            fault_of(error, "code of this rank")
-        except UserExitError as left:
-            error = left
-        return ExitCode.POLICY_OUTPUT, str(error)
-    text = message_of(error)
-    if isinstance(error, MemoryError):
-        return ExitCode.OUT_OF_MEMORY, text or "memory ran out on this rank"
-    is_refused = isinstance(error, _device_refusals())
-    return (
-        ExitCode.POISONED if is_refused else ExitCode.INTERNAL,
-        f"{type(error).__name__}: {text}",
-    )
-
-
-def _device_refusals() -> tuple[type[Exception], ...]:
-    """Returns what kernels and torch (2.8 or newer) raise where a GPU refuses work; of what this
-    process has loaded.
-    """
-    named = ("ppstream_kernels.kernel_launch", "DriverRefusedError"), ("torch", "AcceleratorError")
-    found = (getattr(sys.modules.get(module), name, None) for module, name in named)
-    return tuple(error for error in found if error is not None)
 
 
 def _end_all(processes: Iterable[HeldProcess]) -> list[str]:

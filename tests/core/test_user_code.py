@@ -21,10 +21,10 @@ from ppstream.core.user_code import (
     FirstFaults,
     UserExitError,
     fault_of,
+    how_it_ends,
     location_of,
     message_of,
 )
-from ppstream.launch.rank_exit import how_it_ends
 from ppstream.pipeline.decode import CopyDecoder
 from ppstream.policy.protocol import Decoder, call_target, instruct, load_target
 from ppstream.wire.fields import MAX_PLACE, MAX_TEXT, encoder

@@ -23,8 +23,9 @@ from ppstream.core.errors import (
     PolicyError,
     StoppedEarlyError,
 )
+from ppstream.core.user_code import how_it_ends
 from ppstream.launch.handshake import saying_goodbye
-from ppstream.launch.rank_exit import Course, RankEnd, how_it_ends
+from ppstream.launch.rank_exit import Course, RankEnd
 from ppstream.observe.run_folder import Run
 from ppstream.wire.rank_messages import Goodbye
 from ppstream_kernels.kernel_launch import checked

@@ -555,7 +555,8 @@ def test_behind_a_wait_results_are_looked_at_before_samples_are_taken_in(build, 
         noting(rank0, "drain_inputs", "samples")
         pipeline.saturate()
         rank0.run(20)
-    behind = [did[at + 1 : at + 3] for at, what in enumerate(did) if what == "wait"]
+    waits = [at for at, what in enumerate(did) if what == "wait" and did[at + 1] != "wait"]
+    behind = [did[at + 1 : at + 3] for at in waits]  # what is expected soon may cut a wait in two
     assert len(behind) >= 20
     if form == "serial":
         assert all(found == ["results", "samples"] for found in behind)
