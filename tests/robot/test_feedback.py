@@ -1,7 +1,6 @@
 from __future__ import annotations
 
-import itertools
-from itertools import pairwise
+from itertools import count, pairwise
 from typing import Any
 
 import msgspec
@@ -200,7 +199,7 @@ def test_a_server_that_does_not_know_the_message_is_not_sent_it(minor: int) -> N
             answer = msgspec.structs.replace(answer, minor=minor)
             server.send(encoder.encode(answer), peers[0])
             wait_until(lambda: client.connected)
-            seqs = itertools.count()
+            seqs = count()
 
             def is_executed() -> bool:  # a chunk that a busy machine brings too late is no action
                 end_ns = now_ns() - DT_NS
