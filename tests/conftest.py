@@ -52,6 +52,15 @@ def pytest_collection() -> Generator[None, object, object]:
                 logger.propagate = True
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(nextitem: pytest.Item | None, item: pytest.Item) -> Generator[None]:
+    """Behind a file, what it has imported and made for good is out of the collector's sight, too."""
+    yield
+    if nextitem is not None and nextitem.path != item.path:
+        gc.collect()
+        gc.freeze()
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
     """In a worker: tells the controller of a set-up or a teardown only what did not pass."""

@@ -19,6 +19,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from pathlib import Path
 from types import FrameType
 from typing import Any, Final
@@ -31,7 +32,6 @@ for _room in SOURCES[:3]:
 
 import msgspec
 import numpy as np
-import torch
 import zmq
 from claimed_numbers import Claim, write_audited
 
@@ -222,7 +222,7 @@ def environment() -> dict[str, Any]:
     """Hardware and versions that the numbers belong to, and how busy the machine was."""
     versions = {
         "python": platform.python_version(),
-        "torch": torch.__version__,
+        "torch": version("torch"),
         "numpy": np.__version__,
         "pyzmq": zmq.__version__,
         "msgspec": msgspec.__version__,

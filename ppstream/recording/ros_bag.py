@@ -84,6 +84,7 @@ class _OpenBag:
 
         self.reader = AnyReader([path], default_typestore=get_typestore(Stores.LATEST))
         self.reader.open()
+        self._share_types()
         self._process = os.getpid()
         self._ended = weakref.finalize(self, self.reader.close)
         #: By topic the number of the message that comes next, if they are read in order.
@@ -92,6 +93,13 @@ class _OpenBag:
         for oldest in others[: max(0, len(others) + 1 - OPEN_MAX)]:
             oldest.close()
         _opened[id(self)] = self
+
+    def _share_types(self) -> None:
+        """Bags that define the same types share what decodes them, which takes long to generate."""
+        defined = frozenset((one.msgtype, one.msgdef) for one in self.reader.connections)
+        if len(_types) >= OPEN_MAX:
+            _types.clear()
+        self.reader.typestore = _types.setdefault(defined, self.reader.typestore)
 
     @property
     def is_usable(self) -> bool:
@@ -122,3 +130,6 @@ class _OpenBag:
 
 #: In the order in which they were opened.
 _opened: Final[weakref.WeakValueDictionary[int, _OpenBag]] = weakref.WeakValueDictionary()
+
+#: Generated code of rosbags, by the types that a bag defines.
+_types: Final[dict[frozenset[tuple[str, Any]], Any]] = {}

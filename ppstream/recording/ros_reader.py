@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from ppstream.core.errors import ConfigError
 from ppstream.recording.other_streams import OtherMessage, OtherStreams
@@ -18,6 +18,9 @@ from ppstream.recording.ros_bag import Bag, BagPlaces
 
 if TYPE_CHECKING:
     from ppstream.config.schema import StreamConfig
+
+
+DECODERS_MAX: Final = 64  # kept: generating one takes longer than reading many messages
 
 
 def load_bag(path: Path, streams: Sequence[StreamConfig]) -> Recording:
@@ -50,6 +53,7 @@ def load_bag(path: Path, streams: Sequence[StreamConfig]) -> Recording:
     return Recording(wanted.tracks(topics), images=images)
 
 
+@lru_cache(DECODERS_MAX)
 def cdr_decoder(name: str, definition: str) -> Callable[[bytes], object]:
     """Decodes messages of one ROS 2 type.
 

@@ -17,7 +17,6 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-import torch
 from drill.judging import FaultOutcome, judge_ledger
 from drill.launches import LaunchDrill
 from drill.live_logs import imbalances
@@ -31,6 +30,7 @@ from ppstream.core.specs import TensorSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from torch import device as Device
 
 GATE: Final = (
     "bringup.overlap_min=0.3",
@@ -127,7 +127,7 @@ class WorkingPolicy:
         out["actions"].zero_()
 
 
-def build(options: Mapping[str, Any], device: torch.device) -> WorkingPolicy:
+def build(options: Mapping[str, Any], device: Device) -> WorkingPolicy:
     return WorkingPolicy(options)
 
 

@@ -11,7 +11,6 @@ import signal
 import time
 from typing import Final
 
-import torch
 from drill.ending import three_endings
 from drill.faults import Ending, Recovering, event, held, moved, order
 from drill.scene import Scene
@@ -48,13 +47,19 @@ GPU_SETTINGS: Final = (
 
 def missing() -> str:
     """Returns the reason why this tier cannot run here; empty: it can."""
-    return "" if torch.cuda.device_count() >= GPUS else "needs two GPUs"
+    return "" if _gpus() >= GPUS else "needs two GPUs"
 
 
 def beyond_these_gpus() -> tuple[str, ...]:
     """Returns the names of the faults that need more GPUs than there are."""
-    is_here = torch.cuda.device_count() >= len(GPU_CHAIN)
+    is_here = _gpus() >= len(GPU_CHAIN)
     return () if is_here else tuple(ending.name for ending in GPU_CHAIN_ENDINGS)
+
+
+def _gpus() -> int:
+    import torch  # for this alone: what prints the names of faults needs none
+
+    return torch.cuda.device_count()
 
 
 def silence_robot(scene: Scene) -> None:
