@@ -23,7 +23,7 @@ twice = $(1) || { test $$? = 1 && $(call again,$(1)); }
 once_more = case $$(cat $(VENV)/.$(1).status) in 0) ;; 1) $(call again,$(2));; *) false;; esac || \
 	touch $(VENV)/.failed
 # Two at a time, and nothing beside them: they, too, wait most of their time. The longest begin.
-ALONE := tests/multirank/test_faults.py tests/multirank/test_recorded_bring_up.py \
+ALONE := $(patsubst %,tests/multirank/test_%.py,faults recorded_bring_up ends counts) \
 	$(shell grep -rl --include='*.py' 'mark[.]alone' tests)
 CORE := ppstream/native/core.abi3.so
 # Tests of what the compiled core does, which run once more with its Python twins.

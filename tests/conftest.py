@@ -54,7 +54,7 @@ def pytest_collection() -> Generator[None, object, object]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(nextitem: pytest.Item | None, item: pytest.Item) -> Generator[None]:
-    """Behind a file, what it has imported and made for good is out of the collector's sight, too."""
+    """Takes what a file has left out of its sight, too, once it has looked through that."""
     yield
     if nextitem is not None and nextitem.path != item.path:
         gc.collect()

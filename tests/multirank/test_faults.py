@@ -98,14 +98,14 @@ def test_ranks_that_differ_are_gone_without_orphans_and_sent_nothing(tmp_path):
 
 
 def test_the_tier_of_two_gpus_says_that_it_needs_them(monkeypatch, capsys):
-    monkeypatch.setattr(drill_gpu.torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     monkeypatch.setattr(sys, "argv", ["drill/fault_drill.py", "--gpu"])
     assert fault_drill.main() == 0
     assert capsys.readouterr().out == "skipped: needs two GPUs\n"
 
 
 def test_the_faults_of_a_chain_of_gpus_are_left_out_by_name_on_two(monkeypatch, capsys):
-    monkeypatch.setattr(drill_gpu.torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     monkeypatch.setattr(
         sys, "argv", ["drill/fault_drill.py", "--gpu", "--only", "gpus-kill-rank-2"]
     )
