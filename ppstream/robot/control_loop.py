@@ -19,7 +19,12 @@ from ppstream.core.durations import Bin, Durations
 from ppstream.core.errors import PpstreamError, ReceiverEndedError
 from ppstream.core.interpreter import GcControl, short_turns
 from ppstream.core.quantiles import Quantiles
-from ppstream.core.realtime import NotPermittedError, RealTime, RealTimeScope
+from ppstream.core.realtime import (
+    NotPermittedError,
+    RealTime,
+    RealTimeScope,
+    timeouts_on_time,
+)
 from ppstream.robot.chunk_playback import Actions
 from ppstream.robot.statistics import oldest_text
 from ppstream.robot.timeline import ActionTimeline
@@ -185,7 +190,7 @@ class ControlLoop:
                 "for a while use stop(reason), and clear_fault() to go on"
             )
         try:
-            with short_turns(), self._realtime, self._garbage:
+            with short_turns(), timeouts_on_time(), self._realtime, self._garbage:
                 self._run(None if duration_s is None else round(duration_s * NS_PER_S))
         except NotPermittedError:
             raise

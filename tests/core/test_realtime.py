@@ -8,7 +8,13 @@ import threading
 
 import pytest
 
-from ppstream.core.realtime import NotPermittedError, RealTime, RealTimeScope, end_timeouts_on_time
+from ppstream.core.realtime import (
+    NotPermittedError,
+    RealTime,
+    RealTimeScope,
+    end_timeouts_on_time,
+    timeouts_on_time,
+)
 
 #: What a user without any privilege is told; a process of its own, since there is no way back.
 UNPRIVILEGED = """
@@ -79,8 +85,13 @@ def test_a_threads_timeouts_end_on_time_once_it_asks() -> None:
         assert end_timeouts_on_time()
         look()
 
-    for work in (ask, look):  # only who asks
+    def ask_for_a_while() -> None:
+        with timeouts_on_time():
+            look()
+        look()
+
+    for work in (ask, look, ask_for_a_while):  # only who asks
         thread = threading.Thread(target=work)
         thread.start()
         thread.join()
-    assert slack_ns == [1, 50_000]
+    assert slack_ns == [1, 50_000, 1, 50_000]

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import signal
@@ -412,6 +413,17 @@ def test_garbage_is_collected_by_nobody_else_while_it_runs() -> None:
     assert seen
     assert not any(seen)
     assert gc.isenabled()
+
+
+def test_its_sleeps_end_on_time_while_it_runs() -> None:
+    def slack_ns() -> int:
+        return ctypes.CDLL(None).prctl(30, 0, 0, 0, 0)  # PR_GET_TIMERSLACK
+
+    before_ns, seen = slack_ns(), []
+    robot = Robot(read=lambda stamp_ns: (seen.append(slack_ns()), {})[1])
+    robot.loop.run(0.02)
+    assert set(seen) == {1}
+    assert slack_ns() == before_ns
 
 
 def test_an_action_is_what_the_policy_said() -> None:
