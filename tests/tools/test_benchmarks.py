@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import real_runs
 from bench import policy_cut
+from bench.pipeline_gpu_cells import LoopCpu
 from claimed_numbers import ratio, write_audited
 from forked_process import forked_popen, run_forked
 
@@ -148,3 +149,13 @@ def test_a_claim_that_does_not_follow_is_said_aloud_and_written(
     assert "BROKEN" in said
     assert json.loads(file.read_text())["rows"] == [1]
     assert claims_audit.main([str(file), "--quiet"]) == 1
+
+
+def test_calls_of_a_cell_s_loop_are_timed_and_answer_as_before() -> None:
+    executor = SimpleNamespace(begin=lambda flight: None, wait=lambda *, worked: worked)
+    loop_cpu = LoopCpu(executor, is_parted=True)
+    assert [executor.wait(worked=worked) for worked in (True, False)] == [True, False]
+    executor.begin(1)
+    found = loop_cpu.stop(2, 10**9)
+    assert found["waits"] == 1.0
+    assert found["launch"] > 0

@@ -300,11 +300,12 @@ class LoopCpu:
         return {name: ns * 1e-3 / envelopes for name, ns in found_ns.items()} | found
 
     def _timed(self, name: str, call: Any) -> Any:
-        def timed(*given: Any, **named: Any) -> None:
+        def timed(*given: Any, **named: Any) -> Any:
             began_ns = time.thread_time_ns()
-            call(*given, **named)
+            found = call(*given, **named)
             self._ns[name] += time.thread_time_ns() - began_ns
             self._waits += name == "wait"
+            return found
 
         return timed
 
