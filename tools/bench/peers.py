@@ -262,12 +262,19 @@ def measure_stages(session: PeerBench, number: int) -> None:
         bare = bare_pipeline.measure(*sleeps_ms, 0, envelopes, cpus)
         session.add_period(number, row, BY_HAND, bare.period_ms * 1e3, cores)
         if RAY in session.pythons:
-            with AskingProcess(session, RAY, str(case.stage_ms), "none") as robot:
-                cores = Cores()
-                order = {"measure": "period", "times": envelopes, "warm": 30}
-                session.add_period(
-                    number, row, RAY, robot.order(**order, in_flight=PIPELINED), cores
-                )
+            try:
+                measure_rays_stages(session, number, row, case.stage_ms, envelopes)
+            except NotServed as error:
+                print(f"{RAY}, {row}: {error}")
+
+
+def measure_rays_stages(
+    session: PeerBench, number: int, row: str, stage_ms: float, envelopes: int
+) -> None:
+    with AskingProcess(session, RAY, str(stage_ms), "none") as robot:
+        cores = Cores()
+        order = {"measure": "period", "times": envelopes, "warm": 30}
+        session.add_period(number, row, RAY, robot.order(**order, in_flight=PIPELINED), cores)
 
 
 def ranks_cpus(session: PeerBench) -> list[int]:

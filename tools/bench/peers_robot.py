@@ -178,7 +178,7 @@ class Ray:
                 return given if self._infer is None else self._infer(given["state"])
 
         quiet = {"include_dashboard": False, "log_to_driver": False, "logging_level": "error"}
-        ray.init(num_cpus=len(cpus), **quiet)
+        ray.init("local", num_cpus=len(cpus), **quiet)  # of its own, whatever else runs here
         remote = ray.remote(Stage)
         sleep_s = float(address or 0) * MS
         stages = [

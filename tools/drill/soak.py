@@ -103,17 +103,19 @@ def main() -> int:
 
 def _run(scene: Scene, soak: Soak, rng: random.Random) -> None:
     faults = [CLOCK_JUMPS, *(fault for fault in RECOVERING if fault.name not in UNFIT)]
-    end = time.monotonic() + 60 * soak.minutes
+    start = time.monotonic()
+    end = start + 60 * soak.minutes
     while time.monotonic() < end:
         began_ns = now_ns()
         _sample_for(scene, soak, rng.uniform(*CALM_S))
         soak.calm_ns.append((began_ns, now_ns()))
         fault = rng.choice(faults)
         soak.faults[fault.name] = soak.faults.get(fault.name, 0) + 1
+        broken_s = time.monotonic() - start
         try:
             _break(scene, fault)
         except Failed as error:
-            soak.problems.append(f"{fault.name}: {error}")
+            soak.problems.append(f"{fault.name}, {broken_s:.1f} s from the start: {error}")
             if any(code is not None for code in scene.codes()):
                 return
         moved = [tick.true_ms for tick in scene.ticks(began_ns) if tick.moved]
