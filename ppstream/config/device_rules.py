@@ -71,8 +71,6 @@ def _mesh_problems(config: PipelineConfig) -> Iterator[str]:
         )
     if placement.parts == "auto":
         yield f"{path} placement.parts = 'auto', want a list or none: a rank times parts alone"
-    if config.pipeline.keep_warm_ms is not None:
-        yield f"{path} pipeline.keep_warm_ms, want none: one rank would make dry runs alone"
     if config.mode == "attribution":
         yield f"{path} mode = 'attribution', want 'throughput' or a mesh of 1"
 

@@ -53,9 +53,6 @@ class PipelineShape(Table, frozen=True):
     credit: Literal["before_window", "after_window"] = "before_window"
     """Moment at which an envelope takes its credit: before the window for freshness, after it for
     throughput. Set after_window for long stages A."""
-    keep_warm_ms: Annotated[float, Meta(ge=0.1, le=100)] | None = None
-    """Period of dry runs while a rank waits, on CPUs; none makes none. Set 2 for low latency at
-    rates below 100 Hz."""
 
 
 class PlacementConfig(Table, frozen=True):

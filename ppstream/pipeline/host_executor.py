@@ -60,7 +60,7 @@ class OnHost(ABC):
         self._cost_a, self._cost_c = StageCost(loop.run_delay), StageCost(loop.run_delay)
         loop.on_decoded = self._end_c
         self._thread_cpus: dict[str, list[int]] = {}  # as each thread's newest run ended
-        self._keep_warm = KeepWarm(loop.config, self._rehearse, loop.log, self._get_ready)
+        self._keep_warm = KeepWarm(loop.log, self._get_ready)
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -152,9 +152,6 @@ class OnHost(ABC):
 
     def _glance(self) -> None:  # noqa: B027 - not all have something there
         """Look at what costs no system call."""
-
-    def _rehearse(self) -> None:
-        self._loop.stage_a.rehearse()
 
     def _get_ready(self) -> None:
         """An envelope is expected: what it takes on this rank is brought into the caches."""

@@ -94,8 +94,7 @@ class HostPolicyRank(PolicyRank):
         if self._is_in_mesh:
             self.mark.name = f"stage B on rank {rank}"
         self._newest_b: deque[int] = deque(maxlen=config.bringup.standalone)  # durations
-        rehearse = stage_b.rehearse if stage_b.may_rehearse else None
-        self._keep_warm = KeepWarm(config, rehearse, log, self._warm_up)
+        self._keep_warm = KeepWarm(log, self._warm_up)
         self._peer_fd = peer.fileno()
         waiter.register(self._peer_fd)
         hops.into.register_with(waiter)

@@ -79,11 +79,6 @@ class InlineExecutor(OnHost):
                 nvtx_ranges.B.pop()
         return 0
 
-    def _rehearse(self) -> None:
-        super()._rehearse()
-        if self._stage_b.may_rehearse:
-            self._stage_b.rehearse()
-
     def finished(self) -> Flight | None:
         """As ``Executor``."""
         flight, self._answered = self._answered, None

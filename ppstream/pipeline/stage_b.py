@@ -62,7 +62,6 @@ class StageB:
         self._policy, self._call = policy, rows_call(policy)
         self._sizes = sizes or BatchSizes((rows,))
         self.computed = rows
-        self._asked: int | None = None  # as ``RowsCall`` was asked for it
         self._inputs = [spec.name for spec in policy.inputs]
         self._episodes: list[list[int]] | None = None
         self._epoch = -1
@@ -94,7 +93,7 @@ class StageB:
         self._episodes, self._epoch = episodes, epoch
         outputs = self._outputs.get(id(result)) or self._outputs_of(result)
         window, present = {**known.window}, bytes(known.present)  # the call's own
-        asked = self._asked = self._sizes.rows_for(present)
+        asked = self._sizes.rows_for(present)
         self.computed = asked or self._rows
         self._called = outputs
         outputs.prove(lambda: self._call(window, outputs.given, asked), present)
@@ -105,22 +104,6 @@ class StageB:
         if self._called is not None:
             self._called.settle()
             self._called = None
-
-    @property
-    def may_rehearse(self) -> bool:
-        """True for a policy that keeps nothing from call to call."""
-        return bool(getattr(self._policy, "stateless", False))
-
-    def rehearse(self) -> None:
-        """Call the policy once more on the newest envelope, for nobody. Raises what it raises.
-
-        That envelope's slot is written again only once further results were committed.
-        """
-        if self._newest is None:
-            return
-        envelope, result = self._newest
-        window = {**self._know(envelope).window}
-        self._call(window, self._scratch_like(result), self._asked)
 
     def get_ready(self) -> None:
         """Do what a call on the newest envelope would, but for the policy: for nobody."""

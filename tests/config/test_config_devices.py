@@ -145,7 +145,6 @@ def test_replicas_may_be_meshes_and_the_places_of_a_chain_neither() -> None:
         ("placement.policy=cuda:1", "got 2 with cuda:1 in placement.policy, want 2 CUDA devices"),
         ('placement.policy=["cuda:0", "cpu"]', "got 2 with placement.policy on cpu and cuda, want"),
         ("placement.parts=auto", "got 2 with placement.parts = 'auto', want a list or none"),
-        ("pipeline.keep_warm_ms=2", "got 2 with pipeline.keep_warm_ms, want none"),
         ("mode=attribution", "got 2 with mode = 'attribution', want 'throughput'"),
     ],
 )

@@ -4,18 +4,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from pipeline_in_process import NewestValues, PipelineInProcess, small_config
-from ranks import Ranks
 
 from ppstream.core.clock import NS_PER_MS, NS_PER_S, now_ns
 from ppstream.core.rhythm import AHEAD_NS
 from ppstream.core.waiter import Waiter
 from ppstream.pipeline.keep_warm import PAUSE_NS, SHARE_MAX, KeepWarm
-from ppstream.robot.client import RobotClient
-
-WARM = "pipeline.keep_warm_ms=1"
 
 
 class Events:
@@ -28,74 +23,11 @@ class Events:
         self.told.append((name, fields))
 
 
-def keep_warm(rehearse: Any, *settings: str) -> tuple[KeepWarm, Events]:
-    events = Events()
-    log: Any = events
-    return KeepWarm(small_config(*settings), rehearse, log), events
-
-
 @pytest.fixture
 def waiter() -> Any:
     waiter = Waiter()
     yield waiter
     waiter.close()
-
-
-def test_a_wait_has_dry_runs_while_robots_are_served_and_ends_in_time(
-    waiter: Waiter,
-) -> None:
-    runs: list[int] = []
-    warm, _ = keep_warm(lambda: runs.append(now_ns()), WARM)
-    for phase, expected in (("ready", True), ("degraded", True), ("bring-up", False)):
-        runs.clear()
-        began_ns = now_ns()
-        assert not warm.wait(waiter, 5 * NS_PER_MS, phase)
-        assert now_ns() - began_ns >= 5 * NS_PER_MS
-        assert bool(runs) == expected
-
-
-def test_without_the_setting_there_are_none(waiter: Waiter) -> None:
-    runs: list[int] = []
-    warm, _ = keep_warm(lambda: runs.append(1))
-    warm.wait(waiter, 5 * NS_PER_MS, "ready")
-    assert not runs
-
-
-def test_no_dry_run_stands_between_a_wake_and_who_waits(waiter: Waiter) -> None:
-    runs: list[int] = []
-    warm, _ = keep_warm(lambda: runs.append(1), WARM)
-    waiter.wake()
-    assert not warm.wait(waiter, 10**12, "ready")
-    assert waiter.woken
-    assert not runs
-
-
-def test_one_that_raises_was_the_last_and_the_log_says_why(waiter: Waiter) -> None:
-    runs: list[int] = []
-
-    def rehearse() -> None:
-        runs.append(1)
-        raise SystemExit("no more")
-
-    warm, events = keep_warm(rehearse, WARM)
-    for _ in range(2):
-        warm.wait(waiter, 3 * NS_PER_MS, "ready")
-    assert runs == [1]
-    assert events.told == [("keep_warm_ended", {"why": "SystemExit: no more"})]
-
-
-def test_dry_runs_that_take_too_much_of_the_time_end(waiter: Waiter) -> None:
-    def rehearse() -> None:
-        until_ns = now_ns() + 2 * NS_PER_MS
-        while now_ns() < until_ns:
-            pass
-
-    warm, events = keep_warm(rehearse, WARM)
-    for _ in range(30):
-        warm.wait(waiter, 2 * NS_PER_MS, "ready")
-    ((name, fields),) = events.told
-    assert name == "keep_warm_ended"
-    assert "pipeline.keep_warm_ms 1" in fields["why"]
 
 
 def in_step(warm: KeepWarm, next_ns: int, step_ns: int = 20 * NS_PER_MS) -> None:
@@ -104,10 +36,10 @@ def in_step(warm: KeepWarm, next_ns: int, step_ns: int = 20 * NS_PER_MS) -> None
         warm.began(next_ns - ago * step_ns)
 
 
-def ready_for_one(get_ready: Any, *settings: str) -> tuple[KeepWarm, Events]:
+def ready_for_one(get_ready: Any) -> tuple[KeepWarm, Events]:
     events = Events()
     log: Any = events
-    return KeepWarm(small_config(*settings), None, log, get_ready), events
+    return KeepWarm(log, get_ready), events
 
 
 def test_a_wait_has_one_dry_run_before_an_envelope_is_expected(waiter: Waiter) -> None:
@@ -178,16 +110,11 @@ def test_behind_dry_runs_before_envelopes_that_take_long_there_is_a_pause(waiter
     assert len(ends_ns) == 1
 
 
-class Stateless(NewestValues):
-    stateless = True
-
-
-def test_a_window_and_a_policy_are_rehearsed_and_nothing_is_accounted_for(tmp_path: Path) -> None:
-    config, policy = small_config("simulate.a_ms=0", "simulate.c_ms=0"), Stateless()
+def test_a_window_and_a_policy_get_ready_and_nothing_is_accounted_for(tmp_path: Path) -> None:
+    config, policy = small_config("simulate.a_ms=0", "simulate.c_ms=0"), NewestValues()
     with PipelineInProcess(config, policy, tmp_path) as pipeline:
         pipeline.saturate()
         pipeline.rank0.run(5)
-        stage_b = pipeline.policy_loop.stage_b
         rings = [ring for row in pipeline.intake.rows for ring in row.rings.values()]
         cutter = pipeline.intake.cutter
 
@@ -198,38 +125,9 @@ def test_a_window_and_a_policy_are_rehearsed_and_nothing_is_accounted_for(tmp_pa
         before, calls = counts(), policy.calls
         pipeline.rank0.stage_a.rehearse()
         pipeline.rank0.stage_c.rehearse()
-        assert stage_b.may_rehearse
-        stage_b.rehearse()
-        assert policy.calls == calls + 1
+        pipeline.policy_loop.stage_b.get_ready()
+        assert policy.calls == calls
         assert counts() == before
         pipeline.rank0.run(5)
         drops = [line.get("drop") for line in pipeline.envelopes()]
     assert drops == [None] * 10
-
-
-def test_a_policy_that_does_not_say_it_is_stateless_is_not_rehearsed(tmp_path: Path) -> None:
-    with PipelineInProcess(small_config(), NewestValues(), tmp_path) as pipeline:
-        assert not pipeline.policy_loop.stage_b.may_rehearse
-
-
-@pytest.mark.multirank
-def test_a_served_run_with_dry_runs_gives_every_robot_its_answers(tmp_path: Path) -> None:
-    endpoint = f"unix://{tmp_path}/robots"
-    served = (
-        WARM,
-        f"service.endpoint={endpoint}",
-        "service.duration_s=none",
-        "actions.lease_ms=5000",
-        "actions.dt_ms=1000",
-    )  # a busy machine is slow
-    streams = [("joints", 3), ("imu", 2)]
-    with (
-        Ranks(tmp_path, *served) as ranks,
-        RobotClient(endpoint, robot="arm", streams=streams, actions=("a", "b")) as client,
-    ):
-        client.connect(30)
-        assert client.wait_ready(60), ranks.output()
-        for k in range(20):
-            client.push("imu", now_ns(), np.full(2, k, np.float32))
-            answer = client.ask({"joints": np.full(3, k, np.float32)}, 10.0)
-            assert answer.refusal is None

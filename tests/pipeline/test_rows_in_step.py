@@ -28,7 +28,7 @@ ROBOTS = 4
 ROUNDS = 30
 GATHER_MS = 40.0
 TURNS_MAX = 20  # looks at the input, by envelope
-FORMS = ["serial", "split", "inline", "kept warm", "device"]
+FORMS = ["serial", "split", "inline", "device"]
 LEAVING = 9, 7, 4, 0  # samples of each robot, which then goes,
 SIZES = [4] * 4 + [2] * 3 + [1] * 2  # and the batches that hold those that are there
 IN_STEP = ("batch.rows=4", "pipeline.pacing=rows")
@@ -137,7 +137,6 @@ def serve(
     """
     settings = [*IN_STEP, f"pipeline.gather_ms={gather_ms}"]
     settings += [f"pipeline.threads={form}"] if form == "split" else []
-    settings += ["pipeline.keep_warm_ms=1"] if form == "kept warm" else []
     config = small_config(*settings, *(GPUS if form == "device" else ()))
     served: Any = policy or NewestValues()
     front: Any = None
@@ -203,10 +202,7 @@ def test_a_policy_of_any_rows_is_called_with_the_first_that_hold_all_robots(
     assert robots.sent == [*LEAVING]
     assert robots.wrong == []
     assert len(lines) == max(LEAVING)
-    if form == "kept warm":  # with calls for nobody between
-        assert set(policy.given) == set(SIZES)
-    else:
-        assert policy.given[-len(SIZES) :] == SIZES
+    assert policy.given[-len(SIZES) :] == SIZES
     if form != "inline":
         text = (tmp_path / "rank1.gen0.jsonl").read_text()
         told = [json.loads(line) for line in text.splitlines()]
@@ -225,9 +221,7 @@ def test_a_part_on_rank_0_is_called_with_the_first_rows_that_hold_all_robots(
     assert robots.wrong == []
     first, second = (piece.given for piece in pieces)
     assert first[-len(SIZES) :] == SIZES
-    assert set(second) >= set(SIZES)
-    if form != "kept warm":
-        assert second[-len(SIZES) :] == SIZES
+    assert second[-len(SIZES) :] == SIZES
 
 
 @pytest.mark.parametrize("runs_ahead", [False, True])

@@ -46,15 +46,10 @@ from real_runs import (
 )
 
 TWO, ONE = "ppstream, two ranks", "ppstream, one rank"
-KEPT_WARM: Final = "ppstream, two ranks, kept warm"
 WIRED: Final = "ppstream, openpi's wire"  # its client, through the gateway to two ranks
 REP, OPENPI, RAY = "ZeroMQ REQ/REP", "openpi", "Ray compiled graph"
 SERIAL, SPLIT, BY_HAND = "ppstream, serial", "ppstream, split", "by hand"
-OURS: Final = {
-    TWO: (),
-    ONE: (),
-    KEPT_WARM: ("pipeline.keep_warm_ms=2",),
-}  # and their settings
+OURS: Final = (TWO, ONE)
 ASKED: Final = (*OURS, WIRED, REP, OPENPI, RAY)
 #: Peers that need an environment of their own: the package that it has.
 PACKAGES: Final = {OPENPI: "openpi-client", WIRED: "openpi-client", RAY: "ray"}
@@ -296,7 +291,7 @@ def serving(session: PeerBench, peer: str, work: str) -> Iterator[str]:
         folder = Path(name)
         if peer in OURS or peer == WIRED:
             address = f"unix://{folder}/robots"
-            more = gateway_settings(work) if peer == WIRED else OURS[peer]
+            more = gateway_settings(work) if peer == WIRED else ()
             asked = [*settings(address, work), *more]
             ranks = RankPair(folder, "bench", asked, world_size=1 + (peer != ONE))
             with ranks:
