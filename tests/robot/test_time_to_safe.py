@@ -58,6 +58,17 @@ class Body:
         wait_until(lambda: self.executed_ns > began_ns)
 
 
+def freeze(pid: int) -> None:
+    """Returns once each thread stands: until the one that takes it has a CPU, others run on."""
+    os.kill(pid, signal.SIGSTOP)
+    threads = Path(f"/proc/{pid}/task")
+    wait_until(lambda: {_state(thread) for thread in threads.iterdir()} == {"T"})
+
+
+def _state(thread: Path) -> str:
+    return (thread / "stat").read_text().rsplit(")", 1)[1].split()[0]
+
+
 @contextmanager
 def running(client: RobotClient) -> Iterator[Body]:
     body = Body(client)
@@ -79,7 +90,7 @@ def test_a_frozen_and_then_a_killed_server_leave_the_robot_safe(tmp_path: Path) 
             client.connect(60)
             with running(client) as body:
                 body.assert_moving()
-                os.kill(server.pid, signal.SIGSTOP)
+                freeze(server.pid)
                 body.assert_safe_within_the_lease(now_ns() + SLACK_NS // 10)
                 os.kill(server.pid, signal.SIGCONT)
                 received = client.timeline.statistics().received
