@@ -54,7 +54,7 @@ def pytest_collection() -> Generator[None, object, object]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(nextitem: pytest.Item | None, item: pytest.Item) -> Generator[None]:
-    """Takes what a file has left out of its sight, too, once it has looked through that."""
+    """Behind a file: collects, and takes what is left out of the collector's sight, too."""
     yield
     if nextitem is not None and nextitem.path != item.path:
         gc.collect()

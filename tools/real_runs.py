@@ -19,7 +19,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
 from pathlib import Path
 from types import FrameType
 from typing import Any, Final
@@ -220,9 +219,11 @@ def print_targets(targets: Sequence[Target]) -> None:
 
 def environment() -> dict[str, Any]:
     """Hardware and versions that the numbers belong to, and how busy the machine was."""
+    import torch  # for this alone; its metadata lack what it was built for (+cu130)
+
     versions = {
         "python": platform.python_version(),
-        "torch": version("torch"),
+        "torch": torch.__version__,
         "numpy": np.__version__,
         "pyzmq": zmq.__version__,
         "msgspec": msgspec.__version__,

@@ -9,6 +9,7 @@ import threading
 import pytest
 
 from ppstream.core.realtime import (
+    PR_GET_TIMERSLACK,
     NotPermittedError,
     RealTime,
     RealTimeScope,
@@ -79,7 +80,7 @@ def test_a_threads_timeouts_end_on_time_once_it_asks() -> None:
     slack_ns: list[int] = []
 
     def look() -> None:
-        slack_ns.append(ctypes.CDLL(None).prctl(30, 0, 0, 0, 0))  # PR_GET_TIMERSLACK
+        slack_ns.append(ctypes.CDLL(None).prctl(PR_GET_TIMERSLACK, 0, 0, 0, 0))
 
     def ask() -> None:
         assert end_timeouts_on_time()

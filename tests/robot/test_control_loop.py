@@ -17,7 +17,7 @@ from robot_rig import DT_NS, LEASE_NS, MS, make_chunk, wait_until
 
 from ppstream.core.clock import ManualClock
 from ppstream.core.errors import PpstreamError, ReceiverEndedError
-from ppstream.core.realtime import NotPermittedError, RealTime
+from ppstream.core.realtime import PR_GET_TIMERSLACK, NotPermittedError, RealTime
 from ppstream.robot.control_loop import ControlLoop, LoopFault
 from ppstream.robot.timeline import ActionTimeline
 
@@ -417,7 +417,7 @@ def test_garbage_is_collected_by_nobody_else_while_it_runs() -> None:
 
 def test_its_sleeps_end_on_time_while_it_runs() -> None:
     def slack_ns() -> int:
-        return ctypes.CDLL(None).prctl(30, 0, 0, 0, 0)  # PR_GET_TIMERSLACK
+        return ctypes.CDLL(None).prctl(PR_GET_TIMERSLACK, 0, 0, 0, 0)
 
     before_ns, seen = slack_ns(), []
     robot = Robot(read=lambda stamp_ns: (seen.append(slack_ns()), {})[1])
