@@ -10,17 +10,21 @@ On a GPU ``ppstream_kernels/rings.cu`` does the same.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
+from torch.nn.functional import interpolate
 
 from ppstream.config.schema import CHANNELS
 from ppstream.core.clock import NS_PER_MS, NS_PER_S
 from ppstream.core.specs import TensorSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
+    import numpy as np
+    from numpy.typing import NDArray
     from torch import Tensor
 
     from ppstream.config.schema import ImageConfig, StreamConfig
@@ -68,7 +72,7 @@ def affine(image: ImageConfig) -> Affine:
 
 
 class FrameWriter:
-    """Makes of a frame's pixels what a policy reads.
+    """Makes of a frame's pixels what a policy reads, in memory that it keeps for the next frame.
 
     Args:
         image: of the camera.
@@ -77,19 +81,44 @@ class FrameWriter:
 
     def __init__(self, image: ImageConfig, device: torch.device | str = "cpu") -> None:
         self._image = image
+        shape_HWC = (image.height, image.width, CHANNELS)
+        self._is_resized = image.size != (image.height, image.width)
+        self._shape_HWC = shape_HWC
+        empty = partial(torch.empty, device=device)
+        if self._is_resized:
+            self._pixels_HWC = empty(shape_HWC)
+        else:  # of bytes: floats take four times as long to reorder
+            self._pixels_CHW = empty((CHANNELS, *image.size), dtype=torch.uint8)
+        self._wide_CHW = empty((CHANNELS, *image.size))
         scale, shift = affine(image)
         self._scale = torch.tensor(scale, device=device).view(CHANNELS, 1, 1)
         self._shift = torch.tensor(shift, device=device).view(CHANNELS, 1, 1)
 
     def write(self, pixels: Tensor, out_CHW: Tensor) -> None:
         """Writes one frame, whose pixels are ``[height * width * 3]`` uint8."""
-        image = self._image
-        frame_CHW = pixels.view(image.height, image.width, CHANNELS).permute(2, 0, 1).float()
-        if image.size != (image.height, image.width):
-            frame_CHW = torch.nn.functional.interpolate(
-                frame_CHW[None], image.size, mode="bilinear", align_corners=False
-            )[0]
-        out_CHW.copy_(frame_CHW.mul(self._scale).add_(self._shift))
+        is_wide = out_CHW.dtype == torch.float32
+        wide_CHW = out_CHW if is_wide else self._wide_CHW
+        frame_HWC = pixels.view(self._shape_HWC)
+        if self._is_resized:
+            self._pixels_HWC.copy_(frame_HWC)
+            frame_CHW = self._pixels_HWC.permute(2, 0, 1)
+            size = self._image.size
+            wide_CHW.copy_(
+                interpolate(frame_CHW[None], size, mode="bilinear", align_corners=False)[0]
+            )
+        else:
+            wide_CHW.copy_(self._pixels_CHW.copy_(frame_HWC.permute(2, 0, 1)))
+        wide_CHW.mul_(self._scale).add_(self._shift)
+        if not is_wide:
+            out_CHW.copy_(wide_CHW)
+
+
+class CameraViews(NamedTuple):
+    """One camera's tensors in one envelope, made ready to be written again and again."""
+
+    frames: Sequence[Sequence[Tensor]]  # each [3, H, W], by row and position
+    valid: NDArray[np.bool_]  # [B, n]
+    age_s: NDArray[np.float32]  # [B, n]
 
 
 class CameraCutter:
@@ -99,14 +128,19 @@ class CameraCutter:
         self._wanted = (image := _image(stream)).frames
         self._names = camera_names(stream)
         self._max_age_ns = round(stream.max_age_ms * NS_PER_MS)
-        self._bank = bank
+        self._capacity = bank.capacity
+        self._pixels = [row.unbind() for row in bank.values]
+        self._stamps_ns: NDArray[np.int64] = bank.stamps_ns.numpy()
         self._writer = FrameWriter(image)
 
-    def cut(
-        self, out: Mapping[str, Tensor], row: int, ring: SensorRing, end_ns: int | None
-    ) -> None:
+    def views(self, out: Mapping[str, Tensor]) -> CameraViews:
+        """Returns what ``cut`` writes of an envelope's tensors."""
+        frames, valid, age_s = (out[name] for name in self._names)
+        return CameraViews([row.unbind() for row in frames], valid.numpy(), age_s.numpy())
+
+    def cut(self, views: CameraViews, row: int, ring: SensorRing, end_ns: int | None) -> None:
         """Write the row's frames as of ``end_ns``, robot clock; None: there are none."""
-        frames, valid, age_s = (out[name][row] for name in self._names)
+        frames, valid, age_s = (view[row] for view in views)
         newest = -1 if end_ns is None else self._newest(row, ring, end_ns)
         wanted = self._wanted
         for position in range(wanted):
@@ -115,18 +149,18 @@ class CameraCutter:
                 frames[position].zero_()
                 valid[position], age_s[position] = False, 0.0
                 continue
-            slot = number % self._bank.capacity
-            self._writer.write(self._bank.values[row, slot], frames[position])
-            age_ns = end_ns - int(self._bank.stamps_ns[row, slot])
+            slot = number % self._capacity
+            self._writer.write(self._pixels[row][slot], frames[position])
+            age_ns = end_ns - int(self._stamps_ns[row, slot])
             valid[position] = age_ns <= self._max_age_ns
             age_s[position] = age_ns / NS_PER_S
 
     def _newest(self, row: int, ring: SensorRing, end_ns: int) -> int:
         """The number of the newest frame that is not newer than the end; -1 below all held."""
-        stamps_ns = self._bank.stamps_ns[row]
+        stamps_ns = self._stamps_ns[row]
         number = ring.accepted - 1
         oldest = ring.accepted - ring.count
-        while number >= oldest and int(stamps_ns[number % self._bank.capacity]) > end_ns:
+        while number >= oldest and stamps_ns[number % self._capacity] > end_ns:
             number -= 1
         return number
 

@@ -18,7 +18,7 @@ from ppstream import native
 from ppstream.config.window_ranges import ranges_of
 from ppstream.core.clock import NS_PER_MS
 from ppstream.core.specs import TensorSpec
-from ppstream.ingest.camera_frames import CameraCutter, camera_specs
+from ppstream.ingest.camera_frames import CameraCutter, CameraViews, camera_specs
 from ppstream.ingest.executed_prefix import PrefixWriter, prefix_specs
 from ppstream.ingest.stamp_filter import NEVER_NS
 from ppstream_kernels import ResamplePlan, StreamSource, scale_for
@@ -79,6 +79,7 @@ class _Views(NamedTuple):
     values: tuple[Tensor, ...]
     valid: tuple[NDArray[np.bool_], ...]  # by group
     scales: tuple[tuple[NDArray[np.float32], NDArray[np.float32]], ...]  # written, and with what
+    cameras: tuple[CameraViews, ...]
     present: memoryview  # bool [B]
     fields: memoryview  # int64 [B, 4]
 
@@ -178,7 +179,7 @@ class WindowCutter:
         else:
             self._cut_rows(ends, views)
         if self._cameras:
-            self._cut_cameras(out, ends)
+            self._cut_cameras(views, ends)
         if self._prefixes is not None:
             self._prefixes.write(out, ends)
         if self._is_instructed:
@@ -242,10 +243,10 @@ class WindowCutter:
                 for name, count in zip(names, (~valid[row]).sum(axis=0).tolist(), strict=True):
                     self.invalid[name] += count
 
-    def _cut_cameras(self, out: Mapping[str, Tensor], ends: Sequence[int]) -> None:
-        for name, camera in self._cameras.items():
+    def _cut_cameras(self, views: _Views, ends: Sequence[int]) -> None:
+        for (name, camera), view in zip(self._cameras.items(), views.cameras, strict=True):
             for row, served in enumerate(self._rows):
-                camera.cut(out, row, served.rings[name], ends[row] if served.present else None)
+                camera.cut(view, row, served.rings[name], ends[row] if served.present else None)
 
     def _cut_instructions(self, out: Mapping[str, Tensor]) -> None:
         ids, epochs = (out[name].numpy() for name in INSTRUCTION_INPUTS)
@@ -274,6 +275,7 @@ class WindowCutter:
             tuple(written),
             tuple(validity),
             scales,
+            tuple(camera.views(out) for camera in self._cameras.values()),
             out["present"].numpy().data,
             out["rows"].numpy().data,
         )
