@@ -140,7 +140,7 @@ class CameraCutter:
 
     def cut(self, views: CameraViews, row: int, ring: SensorRing, end_ns: int | None) -> None:
         """Write the row's frames as of ``end_ns``, robot clock; None: there are none."""
-        frames, valid, age_s = (view[row] for view in views)
+        frames, valid, age_s = views.frames[row], views.valid[row], views.age_s[row]
         newest = -1 if end_ns is None else self._newest(row, ring, end_ns)
         wanted = self._wanted
         for position in range(wanted):

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from ppstream.config.schema import StreamConfig
     from ppstream.native.core import Line
     from ppstream.recording.items import RowTap
+    from ppstream.wire.sealed_memory import SealedMessage
 
 FLOAT32_MAX: Final = float(np.finfo(np.float32).max)
 _INT64: Final = np.dtype(np.int64)
@@ -175,6 +176,23 @@ class SensorRing(native.Ring):
             rx_ns,
         )
 
+    def append_frame(self, stamp: bytes, frame: SealedMessage, offset: int, rx_ns: int) -> int:
+        """As ``append_message``, of one frame of a camera that lies at ``offset`` of ``frame``.
+
+        A good frame is copied from there to its place, and nowhere else.
+        """
+        stamp_ns = int.from_bytes(stamp, "little", signed=True)
+        if self._tap is not None or stamp_ns <= self.newest_ns:
+            return self.append_message(memoryview(stamp), frame.mapped()[offset:], rx_ns)
+        self.ledger.received += 1
+        stamps = np.array((stamp_ns,))
+        if not self._clock.accepts(stamp_ns, rx_ns):
+            values = np.ndarray((1, self._dim), self._dtype, frame.mapped()[offset:])
+            return self._append_some(stamps, values, rx_ns)
+        frame.read_into(self._values[self.accepted % self._capacity].data, offset)
+        self._note(stamps, rx_ns)
+        return 1
+
     def line(self, prefix: bytes) -> Line:
         """Returns what ``native.receive`` takes this ring's packets by.
 
@@ -278,12 +296,22 @@ class SensorRing(native.Ring):
         begin = self.accepted % capacity
         end = begin + n
         if end <= capacity:
-            self._stamps[begin:end] = stamps
             self._values[begin:end] = values
         else:
             first = capacity - begin
-            self._stamps[begin:], self._stamps[: end - capacity] = stamps[:first], stamps[first:]
             self._values[begin:], self._values[: end - capacity] = values[:first], values[first:]
+        self._note(stamps, rx_ns)
+        return n
+
+    def _note(self, stamps: NDArray[np.int64], rx_ns: int) -> None:
+        """Account for good samples whose values lie behind the newest, at most a ring full."""
+        n, capacity = len(stamps), self._capacity
+        begin = self.accepted % capacity
+        if (end := begin + n) <= capacity:
+            self._stamps[begin:end] = stamps
+        else:
+            first = capacity - begin
+            self._stamps[begin:], self._stamps[: end - capacity] = stamps[:first], stamps[first:]
         self.accepted += n
         self.ledger.in_flight += n
         if self.count < capacity:
@@ -300,7 +328,6 @@ class SensorRing(native.Ring):
             if len(holes_ns):
                 self.ledger.add_holes(len(holes_ns), int(holes_ns.max()))
         self.newest_rx_ns = rx_ns
-        return n
 
     def _drop_before(self, number: int, reason: str) -> None:
         if self.settled < number:

@@ -228,8 +228,7 @@ class RobotLink:
         self._guest = threading.get_ident()
         is_open = False
         try:
-            is_sent = send()
-            if is_sent:
+            if is_sent := send():
                 self._gate.modify(self._socket.fd, 0)
                 self._put_off_turn()
                 is_open = True
@@ -334,6 +333,7 @@ class RobotLink:
         """A socket that wakes this link's thread."""
         made = connect_client(endpoint, keys)
         made.wake = self.wake
+        self.prepare = made.prepare
         self._gate.register(made.fd, select.EPOLLIN)
         self._arrivals.register(made.fd, select.POLLIN)
         self._is_gated = unix_path(endpoint) is not None  # ZeroMQ tells not all by its descriptor

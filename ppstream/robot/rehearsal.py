@@ -2,7 +2,8 @@
 
 Robots that ask at a rate of their own leave code and data alone for so long that the first call of
 each function takes several times what it takes back to back. The client's thread goes through the
-newest ask once more, while the caller sleeps: nothing is sent, merged or counted.
+newest ask once more, while the caller sleeps: nothing is sent, merged or counted. Memory for frames
+as large as those that were sent is got ready, too.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from ppstream.wire.fields import encoder
 from ppstream.wire.robot_messages import ActionChunk, Samples, to_robot
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from ppstream.robot.session import RobotSession
     from ppstream.robot.timeline import ActionTimeline
 
@@ -24,21 +27,25 @@ ASKS_MAX: Final = 64  # between two turns of the client's thread
 
 
 class AskRehearsal:
-    """Told of asks by any thread; ``turn`` is the client's thread's."""
+    """Told of asks by any thread; ``turn`` is the client's thread's.
+
+    ``newest`` is the newest chunk that was merged.
+    """
 
     def __init__(self, session: RobotSession, timeline: ActionTimeline) -> None:
         self._session, self._timeline = session, timeline
         self._asks: deque[int] = deque(maxlen=ASKS_MAX)
         self._rhythm = Rhythm()
         self._due_ns: int | None = None
-        self.newest: ActionChunk | None = None  # that was merged
+        self.newest: ActionChunk | None = None
         self.asked = self._asks.append  # told when samples left
 
-    def turn(self, now: int) -> int | None:
-        """Rehearses if that is due; returns when it is due next."""
+    def turn(self, now: int, prepare: Callable[[], None]) -> int | None:
+        """Rehearses if that is due, also what ``prepare`` does; returns when it is due next."""
         while self._asks:
             self._rhythm.note(self._asks.popleft())
         if self._due_ns is not None and 0 <= now - self._due_ns < AHEAD_NS:
+            prepare()
             self._run()
         self._due_ns = self._rhythm.ready_ns(now, AHEAD_NS)
         return self._due_ns

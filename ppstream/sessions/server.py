@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from ppstream import native
 from ppstream.core.clock import NS_PER_MS, NS_PER_S, Clock
 from ppstream.core.clock import now_ns as clock_ns
-from ppstream.core.errors import MAX_TEXT, ConfigError
+from ppstream.core.errors import MAX_TEXT, ConfigError, ProtocolError
 from ppstream.ingest.sample_ledger import RATE
 from ppstream.observe.statistics import SessionStatistics
 from ppstream.sessions.contract import (
@@ -27,7 +27,7 @@ from ppstream.sessions.contract import (
     welcome,
 )
 from ppstream.sessions.requests import SessionRequests
-from ppstream.sessions.session import Session, SessionCounts
+from ppstream.sessions.session import RawFrame, Session, SessionCounts, SessionStream
 from ppstream.sessions.table import (
     DRAIN_FRAMES,
     DRAIN_NS,
@@ -55,6 +55,7 @@ from ppstream.wire.robot_messages import (
     ToRobot,
     from_robot,
 )
+from ppstream.wire.sealed_memory import SealedMessage
 from ppstream.wire.transports import bind_server
 
 if TYPE_CHECKING:
@@ -249,11 +250,21 @@ class Sessions:
         if left < 0:  # before it is read: a flood costs others no more than this
             self._drop("rate")
             return 0
+        if (
+            type(frame.message) is SealedMessage
+            and session is not None
+            and (found := session.frame_in(frame.message))
+        ):
+            return self._frame(session, found, frame.message, now_ns)
         try:
-            message = from_robot.decode(frame.body)
+            body = frame.body
+            message = from_robot.decode(body)
+        except ProtocolError:  # nothing to read
+            self._drop("undecodable")
+            return 0
         except DECODE_ERRORS:
             self._drop("undecodable")
-            if line := foreign_version(frame.body):
+            if line := foreign_version(body):
                 self._refuse(frame.peer, "version", [line])
             return 0
         if type(message) is Hello:  # a tenth of the time of isinstance, which samples pay, too
@@ -287,13 +298,8 @@ class Sessions:
     def _samples(self, session: Session, message: Samples, now_ns: int) -> int:
         stream = session.streams[message.stream]
         n, rest = divmod(len(message.stamps), 8)
-        if not session.is_serving:
-            self._counts.samples_early += n
+        if not self._may_send(session, stream, n):
             return 0
-        if n > stream.samples_left:
-            stream.ring.refuse(RATE, n)
-            return 0
-        stream.samples_left -= n
         if rest or len(message.values) != n * stream.sample_bytes:
             if stream.is_encoded:
                 self.requests.frame(session, stream, message, now_ns)
@@ -301,6 +307,26 @@ class Sessions:
                 stream.ring.refuse("shape", max(n, 1))
             return 0
         return stream.ring.append_message(message.stamps, message.values, now_ns)
+
+    def _frame(self, session: Session, frame: RawFrame, message: SealedMessage, now_ns: int) -> int:
+        """One frame of a camera, which is read into its place in the ring."""
+        session.heard_ns = now_ns
+        self._counts.frames_handled += 1
+        stream, stamp, offset = frame
+        if not self._may_send(session, stream, 1):
+            return 0
+        return stream.ring.append_frame(stamp, message, offset, now_ns)
+
+    def _may_send(self, session: Session, stream: SessionStream, n: int) -> bool:
+        """False when ``n`` samples come too early or are too many, which is counted."""
+        if not session.is_serving:
+            self._counts.samples_early += n
+            return False
+        if n > stream.samples_left:
+            stream.ring.refuse(RATE, n)
+            return False
+        stream.samples_left -= n
+        return True
 
     # ---- sessions ----------------------------------------------------------------------------
 

@@ -15,13 +15,16 @@ import numpy as np
 
 from ppstream.ingest.executed_prefix import commitment
 from ppstream.observe.statistics import SessionStatistics
+from ppstream.wire.robot_messages import Samples, in_parts
 
 if TYPE_CHECKING:
     from ppstream.ingest.ring import SensorRing
     from ppstream.ingest.rows import RowInput
     from ppstream.wire.robot_messages import Hello, Prefix
+    from ppstream.wire.sealed_memory import SealedMessage
 
 RAW: Final = "raw"
+ANY_STAMP: Final = b"\xff" * 8  # no session's id has so many of these bytes
 NO_BYTES: Final = -1  # no raw sample has this size: an encoded stream's frames are looked at apart
 READINGS: Final = 16  # the best of so many counts, so that drift is followed
 
@@ -53,6 +56,14 @@ class OffsetEstimate:
         return min(self._readings, key=lambda reading: reading.uncertainty_ns)
 
 
+class RawFrame(NamedTuple):
+    """A raw frame of a camera in sealed memory."""
+
+    stream: SessionStream
+    stamp: bytes  # int64, of the robot's clock
+    offset: int  # of its pixels
+
+
 class SessionStream:
     """Destination of one declared stream's samples, and the bytes of one, unless encoded.
 
@@ -60,6 +71,7 @@ class SessionStream:
     """
 
     __slots__ = (
+        "_around_stamp",
         "_samples_per_s",
         "is_encoded",
         "ring",
@@ -74,6 +86,26 @@ class SessionStream:
         self.is_encoded = encoding != RAW
         size = ring.stream.dim * np.dtype(ring.stream.dtype).itemsize
         self.sample_bytes = NO_BYTES if self.is_encoded else size
+        self._around_stamp = b"", b""  # in a message of one raw frame, whose pixels come behind
+
+    def serve(self, session: int, index: int) -> None:
+        """Takes frames of the session that declared this stream as its ``index``-th."""
+        if self.ring.stream.image is not None and not self.is_encoded:
+            frame = memoryview(bytes(self.sample_bytes))
+            head, _ = in_parts(Samples(session, index, memoryview(ANY_STAMP), frame))
+            before, _, behind = head.partition(ANY_STAMP)
+            self._around_stamp = before, behind
+
+    def frame_in(self, message: SealedMessage) -> RawFrame | None:
+        """The raw frame of this stream that ``message`` is; None: it is another message."""
+        before, behind = self._around_stamp
+        size = len(before) + len(ANY_STAMP) + len(behind)
+        if not before or len(message) != size + self.sample_bytes:
+            return None
+        head = message.head(size)
+        if not head.startswith(before) or not head.endswith(behind):
+            return None
+        return RawFrame(self, head[len(before) : size - len(behind)], size)
 
     def refill(self) -> None:
         """A second is over."""
@@ -104,9 +136,16 @@ class Session:
     def serve(self) -> None:
         """Take the row over."""
         self.is_serving = True
+        for index, stream in enumerate(self.streams):
+            stream.serve(self.id, index)
         self.row.open(self.id, is_real_time=self.hello.real_time)
         self.row.robot = self.hello.robot
         self.row.session_epoch = self.episode  # a robot may reset while it waits for *ready*
+
+    def frame_in(self, message: SealedMessage) -> RawFrame | None:
+        """The raw frame that ``message`` is; None: it is another message."""
+        frames = (stream.frame_in(message) for stream in self.streams)
+        return next((frame for frame in frames if frame is not None), None)
 
     def begin_episode(self) -> None:
         self.episode += 1

@@ -11,6 +11,8 @@ from typing import Final, Protocol, TypeAlias
 
 import msgspec
 
+from ppstream.wire.sealed_memory import SealedMessage
+
 MAX_FRAME_BYTES: Final = 4 * 1024 * 1024  # a larger one loses its sender the connection
 MAX_DRAIN: Final = 256  # frames taken by one drain; about 1 ms
 MAX_DRAIN_BYTES: Final = 1 << 20  # of them; the frame that reaches it is the last one
@@ -18,13 +20,24 @@ COPIED_BYTES: Final = 1 << 16  # a copy of 1 MiB takes 0.1 to 1 ms, and may be o
 #: As it was read: its bytes, none at the end of a connection; a descriptor or -1; ``msg_flags``.
 Packet: TypeAlias = tuple[bytes, int, int]
 NO_TAIL: Final = memoryview(b"")
+Message: TypeAlias = bytes | memoryview | SealedMessage
 
 
 class Frame(msgspec.Struct, frozen=True):
-    """One message: who sent it (empty on a robot's side) and its bytes, where they arrived."""
+    """One message: who sent it (empty on a robot's side), and it as it arrived."""
 
     peer: bytes
-    body: bytes | memoryview
+    message: Message
+
+    @property
+    def body(self) -> bytes | memoryview:
+        """Its bytes, where they arrived.
+
+        Raises:
+            ProtocolError: they lie in sealed memory that cannot be mapped.
+        """
+        message = self.message
+        return message.mapped() if isinstance(message, SealedMessage) else message
 
 
 class PacketSource(Protocol):
@@ -61,6 +74,10 @@ class MessageSocket(Protocol):
         Returns:
             False when nobody is there, or what waits for the receiver is as much as may.
         """
+        ...
+
+    def prepare(self) -> None:
+        """Get ready what messages as large as those that were sent since will need; never waits."""
         ...
 
     def drain(self, limit: int = MAX_DRAIN) -> list[Frame]:

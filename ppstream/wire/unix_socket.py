@@ -1,7 +1,7 @@
 """UnixServer and UnixClient: messages between processes of one host, without a thread of their own.
 
 One packet of a UNIX socket (SOCK_SEQPACKET) is one message. A message that the socket does not take
-lies in a memfd that nobody can change any more; its packet, the *carrier*, brings the descriptor.
+lies in sealed memory (``sealed_memory.py``); its packet, the *carrier*, brings the descriptor.
 What waits for a receiver is bounded by the kernel, which charges it to the sender (SO_SNDBUF).
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import mmap
 import os
 import resource
 import select
@@ -33,9 +32,11 @@ from ppstream.wire.message_socket import (
     MAX_FRAME_BYTES,
     NO_TAIL,
     Frame,
+    Message,
     Packet,
     PacketSource,
 )
+from ppstream.wire.sealed_memory import SealedMessage, SpareMemory
 
 PACKET_BYTES_MAX: Final = 32 * 1024  # in one packet; SO_SNDBUF has room for six, or 50 carriers
 #: Bytes of a carrier: the message's length, then zeros, so that SO_SNDBUF has room for about 50.
@@ -44,14 +45,12 @@ LENGTH: Final = struct.Struct("<Q")
 BACKLOG: Final = 128  # connections not accepted yet
 LOOKS_MAX: Final = 2  # for readable connections, in one drain
 READY_MAX: Final = 64  # connections that the kernel names at once
-SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 #: A packet is cut, or the descriptors that it brings; no enum, whose ``&`` is Python code.
 CUT: Final = int(socket.MSG_TRUNC | socket.MSG_CTRUNC)
 CUT_BYTES, CUT_FDS = int(socket.MSG_TRUNC), int(socket.MSG_CTRUNC)
 TOO_LARGE: Final = (errno.EMSGSIZE, errno.ENOBUFS)  # for this socket's buffer, or in one piece
 ONE_FD: Final = socket.CMSG_LEN(struct.calcsize("i"))  # the kernel closes any further one
 CREDENTIALS: Final = struct.Struct("iII")  # pid, uid, gid: struct ucred of SO_PEERCRED
-BLOCK_BYTES: Final = 512  # of st_blocks
 
 
 class _UnixSocket(ABC):
@@ -68,6 +67,7 @@ class _UnixSocket(ABC):
         self._view = memoryview(self._buffer)
         self._lock = threading.Lock()  # held to send, and to make or close a connection
         self._closed = False
+        self._spares = SpareMemory()
         self._epoll = select.epoll()  # one descriptor to poll, whatever connections there are
         self.fd = self._epoll.fileno()
 
@@ -90,11 +90,19 @@ class _UnixSocket(ABC):
             if error not in TOO_LARGE:
                 return not error
         try:
-            with _sealed(body, tail) as fd:
-                carrier = LENGTH.pack(len(body) + tail.nbytes).ljust(CARRIER_BYTES, b"\0")
-                return not self._send(peer, carrier, NO_TAIL, fd)
+            fd = self._spares.sealed(body, tail)
         except OSError:  # neither memory nor a descriptor is left
             return False
+        try:
+            carrier = LENGTH.pack(len(body) + tail.nbytes).ljust(CARRIER_BYTES, b"\0")
+            return not self._send(peer, carrier, NO_TAIL, fd)
+        finally:
+            os.close(fd)
+
+    def prepare(self) -> None:
+        """As ``MessageSocket``."""
+        if not self._closed:
+            self._spares.prepare()
 
     @abstractmethod
     def _connection(self, peer: bytes) -> socket.socket | None:
@@ -117,7 +125,7 @@ class _UnixSocket(ABC):
                 return error.errno or errno.EIO
         return 0
 
-    def _receive(self, connection: socket.socket) -> bytes | memoryview | None:
+    def _receive(self, connection: socket.socket) -> Message | None:
         """The next message; None: there is none now, or it was malformed.
 
         Raises:
@@ -141,10 +149,8 @@ class _UnixSocket(ABC):
         ]
         return self._message(self._view[:size], fds, flags)
 
-    def _message(
-        self, packet: bytes | memoryview, fds: Sequence[int], flags: int
-    ) -> bytes | memoryview | None:
-        """The message of a packet, as ``_receive``; descriptors are closed."""
+    def _message(self, packet: bytes | memoryview, fds: list[int], flags: int) -> Message | None:
+        """The message of a packet, as ``_receive``; other descriptors than its own are closed."""
         try:
             if flags & CUT_BYTES or not packet:
                 raise EOFError
@@ -158,10 +164,8 @@ class _UnixSocket(ABC):
             for fd in fds:
                 os.close(fd)
 
-    def _carried(
-        self, packet: bytes | memoryview, fds: Sequence[int], *, is_cut: bool
-    ) -> memoryview:
-        """The message that lies in the memory of a carrier's descriptor; not copied.
+    def _carried(self, packet: bytes | memoryview, fds: list[int], *, is_cut: bool) -> Message:
+        """The message whose descriptor a carrier brought; a large one takes that from ``fds``.
 
         Raises:
             ProtocolError: it is no carrier, or its memory could change or end while it is read.
@@ -172,20 +176,9 @@ class _UnixSocket(ABC):
         (length,) = LENGTH.unpack_from(packet)
         if length > self._frame_bytes_max:
             raise EOFError
-        try:
-            seals = fcntl.fcntl(fds[0], fcntl.F_GET_SEALS)
-            found = os.fstat(fds[0])
-        except OSError as error:
-            raise ProtocolError("a descriptor that is not shared memory") from error
-        if seals & SEALS != SEALS or not 0 < length == found.st_size:
-            raise ProtocolError("memory that is not sealed, or of another size")
-        if found.st_blocks * BLOCK_BYTES < length:
-            raise ProtocolError("memory with holes: reading it would allocate pages here")
-        try:
-            flags = mmap.MAP_PRIVATE | mmap.MAP_POPULATE
-            return memoryview(mmap.mmap(fds[0], length, flags, mmap.PROT_READ))
-        except OSError as error:
-            raise ProtocolError("memory that cannot be mapped") from error
+        message = SealedMessage(fds[0], length)
+        fds.clear()
+        return message if length > PACKET_BYTES_MAX else message.head(length)
 
 
 class UnixServer(_UnixSocket):
@@ -264,7 +257,7 @@ class UnixServer(_UnixSocket):
         frames: list[Frame] = []
         is_over = False
         for data, fd, flags in packets:
-            fds = () if fd < 0 else (fd,)
+            fds = [] if fd < 0 else [fd]
             try:
                 message = self._message(b"" if is_over else data, fds, flags)
             except EOFError:
@@ -290,6 +283,7 @@ class UnixServer(_UnixSocket):
             if self._closed:
                 return
             self._closed = True
+            self._spares.close()
             self._epoll.close()
             for _, connection in self._by_fd.values():
                 connection.close()
@@ -388,8 +382,15 @@ class UnixClient(_UnixSocket):
         with self._lock:
             if not self._closed:
                 self._closed = True
+                self._spares.close()
                 self._leave()
                 self._epoll.close()
+
+    def _carried(
+        self, packet: bytes | memoryview, fds: list[int], *, is_cut: bool
+    ) -> bytes | memoryview:
+        message = super()._carried(packet, fds, is_cut=is_cut)
+        return message.mapped() if isinstance(message, SealedMessage) else message
 
     def _connection(self, peer: bytes) -> socket.socket | None:
         """The connection; a new one when there is none. The lock is held."""
@@ -417,23 +418,6 @@ def seqpacket() -> socket.socket:
     made = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     made.settimeout(0)
     return made
-
-
-@contextmanager
-def _sealed(body: bytes, tail: memoryview) -> Iterator[int]:
-    """A descriptor of memory that holds ``body`` and ``tail``, and can never change.
-
-    Raises:
-        OSError: there is no memory, or no descriptor.
-    """
-    fd = os.memfd_create("ppstream-message", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    try:
-        if os.writev(fd, (body, tail)) != len(body) + tail.nbytes:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
-        yield fd
-    finally:
-        os.close(fd)
 
 
 # ---- the file of a server ---------------------------------------------------------------------

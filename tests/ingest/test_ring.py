@@ -2,17 +2,20 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from stream_cases import MS, Input, at_ms, config, held, ramp, stream
-from twin_rows import numbers_of
+from twin_rows import numbers_of, state_of
 
 from ppstream import native
+from ppstream.config.schema import ImageConfig
 from ppstream.ingest.ring import RingBank, SensorRing
 from ppstream.ingest.rows import RowInput
 from ppstream.ingest.stamp_filter import BACKLOG_NS, FUTURE_LIMIT_NS, StampFilter
+from ppstream.wire.sealed_memory import SealedMessage, SpareMemory
 
 RX = 123 * MS
 
@@ -252,3 +255,51 @@ def two_rings(kind: type[SensorRing], capacity: int, real_time: bool) -> RowInpu
     row.rings = {name: kind(bank, 0, row.clock) for name, bank in banks.items()}
     row.open(7, is_real_time=real_time)
     return row
+
+
+class Tap:
+    """Keeps what it is told of arrivals."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[str, bytes, bytes, int]] = []
+
+    def samples(self, name: str, stamps: Any, values: Any, rx_ns: int) -> None:
+        self.told.append((name, stamps.tobytes(), values.tobytes(), rx_ns))
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    arrivals=st.lists(
+        st.tuples(
+            st.sampled_from([-40, 0, 1, 33, 33, 200, 5000]),  # ms from the stamp before
+            st.sampled_from([0, 33, 33, 400, BACKLOG_NS // MS]),  # ms from the arrival before
+        ),
+        min_size=1,
+        max_size=12,
+    ),
+    is_tapped=st.booleans(),
+)
+def test_a_frame_of_sealed_memory_is_judged_and_kept_as_any_other(
+    arrivals: list[tuple[int, int]], is_tapped: bool
+) -> None:
+    image = ImageConfig(height=2, width=3)
+    camera = msgspec.structs.replace(stream("front"), dim=18, dtype="uint8", image=image)
+    banks = [{"front": RingBank(camera, 1, 4)} for _ in range(2)]
+    rows = [RowInput(bank, 0, "front") for bank in banks]
+    taps = [Tap(), Tap()]
+    rings = [row.reference for row in rows]
+    for row, tap in zip(rows, taps, strict=True):
+        row.open(7)
+        row.reference.tap = tap if is_tapped else None  # type: ignore[assignment]
+    stamp_ns, rx_ns, memory = 10**12, 10**12, SpareMemory()
+    for number, (step_ms, pause_ms) in enumerate(arrivals):
+        stamp_ns, rx_ns = stamp_ns + step_ms * MS, rx_ns + pause_ms * MS
+        stamp, pixels = stamp_ns.to_bytes(8, "little", signed=True), bytes([number] * 18)
+        sent = SealedMessage(memory.sealed(b"head", memoryview(pixels)), 4 + 18)
+        taken = rings[0].append_frame(stamp, sent, 4, rx_ns)
+        assert taken == rings[1].append_message(memoryview(stamp), memoryview(pixels), rx_ns)
+    states = [state_of(row, bank) for row, bank in zip(rows, banks, strict=True)]
+    assert states[0] == states[1]
+    assert taps[0].told == taps[1].told
+    for ring in rings:
+        ring.check()

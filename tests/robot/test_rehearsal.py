@@ -32,6 +32,13 @@ class Rig:
         self.session = CountingSession("robot", outbox.declarations, ("x", "y"))
         self.timeline = ActionTimeline(2)
         self.rehearsal = AskRehearsal(self.session, self.timeline)
+        self.prepared = 0
+
+    def prepare(self) -> None:
+        self.prepared += 1
+
+    def turn(self, now: int) -> int | None:
+        return self.rehearsal.turn(now, self.prepare)
 
     def ask(self, *at_ns: int) -> None:
         for at in at_ns:
@@ -49,35 +56,35 @@ def rig() -> Rig:
 
 def test_shortly_before_the_next_ask_one_is_gone_through_and_nothing_changes(rig: Rig) -> None:
     before = dataclasses.asdict(rig.timeline.statistics())
-    assert rig.rehearsal.turn(DUE_NS - STEP // 2) == DUE_NS
-    assert rig.session.asked == 0
-    assert rig.rehearsal.turn(DUE_NS + 1) == DUE_NS + STEP
-    assert rig.session.asked == 1
+    assert rig.turn(DUE_NS - STEP // 2) == DUE_NS
+    assert (rig.session.asked, rig.prepared) == (0, 0)
+    assert rig.turn(DUE_NS + 1) == DUE_NS + STEP
+    assert (rig.session.asked, rig.prepared) == (1, 1)
     assert dataclasses.asdict(rig.timeline.statistics()) == before
     assert rig.timeline.pop_outcomes(BEGIN) == []
 
 
 @pytest.mark.parametrize("late_ns", [AHEAD_NS, STEP])
 def test_a_turn_that_comes_too_late_for_it_does_without(rig: Rig, late_ns: int) -> None:
-    rig.rehearsal.turn(DUE_NS - STEP // 2)
-    rig.rehearsal.turn(DUE_NS + late_ns)
-    assert rig.session.asked == 0
+    rig.turn(DUE_NS - STEP // 2)
+    rig.turn(DUE_NS + late_ns)
+    assert (rig.session.asked, rig.prepared) == (0, 0)
 
 
 def test_before_a_chunk_has_come_and_of_asks_out_of_step_there_is_none(rig: Rig) -> None:
     fresh = Rig()
     fresh.ask(*(BEGIN + index * STEP for index in range(ASKS)))
-    assert fresh.rehearsal.turn(DUE_NS - STEP // 2) == DUE_NS
-    fresh.rehearsal.turn(DUE_NS)
+    assert fresh.turn(DUE_NS - STEP // 2) == DUE_NS
+    fresh.turn(DUE_NS)
     assert fresh.session.asked == 0
     rig.ask(BEGIN + ASKS * STEP - 7 * NS_PER_MS)
-    assert rig.rehearsal.turn(DUE_NS - STEP // 2) is None
+    assert rig.turn(DUE_NS - STEP // 2) is None
 
 
 def test_a_chunk_of_another_length_does_not_matter(rig: Rig) -> None:
     rig.ask(BEGIN + ASKS * STEP)
     rig.rehearsal.newest = make_chunk(horizon=1, end_ns=BEGIN)
-    due_ns = rig.rehearsal.turn(DUE_NS + STEP // 2)
+    due_ns = rig.turn(DUE_NS + STEP // 2)
     assert due_ns == DUE_NS + STEP
-    rig.rehearsal.turn(due_ns)
+    rig.turn(due_ns)
     assert rig.session.asked == 1

@@ -4,18 +4,21 @@ import select
 from collections.abc import Iterator
 
 import msgspec
+import numpy as np
 import pytest
 from fuzz.robots import fuzz_sessions
 from robot_rig import MS, make_chunk, make_config, wait_until
 from session_desk import STREAMS, Desk, hello, open_desk, samples
 
-from ppstream.config.schema import RobotLimits
+from ppstream.config.schema import ImageConfig, PipelineConfig, RobotLimits, StreamConfig
+from ppstream.core.clock import NS_PER_S
 from ppstream.core.errors import ConfigError
 from ppstream.sessions.contract import description
 from ppstream.sessions.server import Sessions
-from ppstream.sessions.table import SILENCE_NS
+from ppstream.sessions.table import SILENCE_NS, samples_per_second
 from ppstream.wire import robot_messages as m
 from ppstream.wire.fields import MAX_DETAILS, WIRE_MAJOR, WIRE_MINOR, encoder
+from ppstream.wire.message_socket import MessageSocket
 
 pytestmark = pytest.mark.usefixtures("either_socket")
 
@@ -357,3 +360,82 @@ def test_ten_thousand_fuzzed_frames_are_counted_while_another_robot_is_served() 
     assert counts["sent"] == 10_000
     assert counts["dropped undecodable"] > 1000
     assert counts["handled"] > 1000
+
+
+SIDE = 128  # of frames that are larger than a packet
+
+
+def config_with_cameras() -> PipelineConfig:
+    image = ImageConfig(height=SIDE, width=SIDE)
+    cameras = [
+        StreamConfig(name=name, dim=SIDE * SIDE * 3, rate_hz=30.0, dtype="uint8", image=image)
+        for name in ("left", "right")
+    ]
+    config = make_config(rows=2)
+    return msgspec.structs.replace(config, streams=(*config.streams, *cameras))
+
+
+@pytest.fixture
+def desk_with_cameras() -> Iterator[Desk]:
+    with open_desk(config=config_with_cameras()) as desk:
+        yield desk
+
+
+def frames(session: int, *stamps_ns: int, stream: int = 3, seed: int = 0) -> m.Samples:
+    shape = (len(stamps_ns), SIDE * SIDE * 3)
+    pixels = np.random.default_rng(seed).integers(0, 256, shape, np.uint8)
+    return m.Samples(session, stream, np.array(stamps_ns, np.int64).data, pixels.data)
+
+
+def admit_with_cameras(desk: Desk, robot: MessageSocket, name: str = "arm") -> int:
+    sides = [m.StreamDeclaration(name, SIDE * SIDE * 3, "uint8") for name in ("left", "right")]
+    return desk.admit(robot, robot=name, streams=(*STREAMS, *sides)).session
+
+
+def test_a_large_frame_comes_into_the_ring_of_its_camera_and_robot(desk_with_cameras: Desk) -> None:
+    desk = desk_with_cameras
+    robots = [desk.robot(), desk.robot()]
+    sessions = [admit_with_cameras(desk, robot, f"arm {n}") for n, robot in enumerate(robots)]
+    for number, (robot, session) in enumerate(zip(robots, sessions, strict=True)):
+        for stream in (2, 3):
+            message = frames(session, 7, stream=stream, seed=2 * number + stream)
+            assert desk.send(robot, message) == 1
+    for number, row in enumerate(desk.rows):
+        for stream, name in ((2, "left"), (3, "right")):
+            bank, sent = row.rings[name].bank, frames(1, 7, seed=2 * number + stream)
+            assert bank.values[number, 0].numpy().tobytes() == sent.values.tobytes()
+            assert (row.rings[name].count, row.rings["joints"].count) == (1, 0)
+    assert desk.sessions.statistics().frames_dropped == {}
+
+
+def test_large_frames_are_judged_as_small_ones(desk_with_cameras: Desk) -> None:
+    desk = desk_with_cameras
+    robot, other = desk.robot(), desk.robot()
+    session = admit_with_cameras(desk, robot)
+    ring, sessions = desk.rows[0].rings["right"], desk.sessions
+    assert desk.send(robot, frames(session, 5), frames(session, 7, 8)) == 3
+    assert desk.send(robot, frames(session, 8), frames(session, 6)) == 0
+    assert ring.ledger.dropped == {"duplicate": 1, "late": 1}
+    short = m.Samples(session, 3, frames(1, 9).stamps, memoryview(bytes(SIDE * SIDE * 3 - 1)))
+    assert desk.send(robot, short) == 0
+    assert ring.ledger.dropped["shape"] == 1
+    assert desk.send(robot, frames(session, 9, stream=9), frames(session + 1, 9)) == 0
+    assert desk.send(other, frames(session, 9)) == 0
+    assert sessions.statistics().frames_dropped == {"stream": 1, "stranger": 2}
+    assert (ring.count, ring.newest_ns) == (3, 8)
+
+
+def test_large_frames_come_at_a_limited_rate_and_once_the_run_is_ready() -> None:
+    desk_config = config_with_cameras()
+    limit = samples_per_second(desk_config, desk_config.streams[3])
+    with open_desk(config=desk_config, phase="bring-up") as desk:
+        robot = desk.robot()
+        session = admit_with_cameras(desk, robot)
+        assert desk.send(robot, frames(session, 1)) == 0
+        assert desk.sessions.statistics().samples_early == 1
+        desk.sessions.set_phase("ready")
+        desk.now_ns += NS_PER_S  # a second begins
+        sent = [frames(session, stamp_ns) for stamp_ns in range(2, limit + 3)]
+        assert desk.send(robot, *sent) == limit
+        ledger = desk.rows[0].rings["right"].ledger
+        assert (ledger.received, ledger.dropped["rate"]) == (limit + 1, 1)

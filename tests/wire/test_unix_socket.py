@@ -31,8 +31,9 @@ from ppstream.wire import unix_socket
 from ppstream.wire.fields import encoder
 from ppstream.wire.message_socket import MAX_FRAME_BYTES, Frame, MessageSocket
 from ppstream.wire.robot_messages import PARTS_BYTES, Samples, in_parts
+from ppstream.wire.sealed_memory import SEALS
 from ppstream.wire.transports import bind_server, connect_client
-from ppstream.wire.unix_socket import CARRIER_BYTES, LENGTH, SEALS, seqpacket
+from ppstream.wire.unix_socket import CARRIER_BYTES, LENGTH, seqpacket
 
 HEIGHT, WIDTH = 720, 1280
 FRAME_BYTES = HEIGHT * WIDTH * 3
@@ -432,9 +433,9 @@ def test_a_frame_is_copied_twice_between_array_and_ring(
 ) -> None:
     """The array itself is sent or written to the memory that travels; the other one is the ring's.
 
-    A packet is copied once on arrival, where memory that travels is read in place.
+    A packet is copied once on arrival, where memory that travels is read into its place.
     """
-    given: list[int] = []  # addresses of what the kernel copies from
+    given: list[int] = []  # addresses of what the kernel copies from or to
     frame_bytes = height * width * 3
 
     def noting(name: str, owner: Any) -> None:
@@ -448,7 +449,8 @@ def test_a_frame_is_copied_twice_between_array_and_ring(
         monkeypatch.setattr(owner, name, noted)
 
     send_buffers(monkeypatch, SEND_BUFFER)
-    noting("writev", os)
+    noting("pwritev", os)
+    noting("preadv", os)
     noting("sendmsg", socket.socket)
     config = camera_config(f"unix://{tmp_path}/robot", height, width)
     image = np.random.default_rng(0).integers(0, 256, frame_bytes, np.uint8)
@@ -469,10 +471,12 @@ def test_a_frame_is_copied_twice_between_array_and_ring(
             _, most = tracemalloc.get_traced_memory()
         finally:
             tracemalloc.stop()
+    taken = ring.bank.values[0, 1].numpy()
     assert image.ctypes.data in given, "a copy before it is sent"
+    assert is_packet or taken.ctypes.data in given, "a copy before the ring"
     arrived = frame_bytes if is_packet else 0
     assert arrived <= most < arrived + max(frame_bytes / 10, 20_000), "a copy in between"
-    np.testing.assert_array_equal(ring.bank.values[0, 1].numpy(), image)
+    np.testing.assert_array_equal(taken, image)
 
 
 def test_one_drain_takes_all_that_is_there_and_in_turn(server: MessageSocket) -> None:
@@ -544,11 +548,43 @@ def test_a_message_is_kept_while_it_is_read_and_its_memory_is_given_back(
     assert client.send(b"", tail=memoryview(b"x" * 1_000_000))
     frames: list[Frame] = []
     wait_until(lambda: frames.extend(server.drain()) or frames)
-    before = Path("/proc/self/maps").read_text().count("ppstream-message")
-    assert before == 1
-    assert bytes(frames.pop().body) == b"x" * 1_000_000
-    assert "ppstream-message" not in Path("/proc/self/maps").read_text()
+    assert (open_memories(), maps()) == (1, 0)
+    body = frames.pop().body
+    assert (open_memories(), maps()) == (1, 1)
+    assert bytes(body) == b"x" * 1_000_000
+    del body
+    assert (open_memories(), maps()) == (0, 0)
     client.close()
+
+
+def maps() -> int:
+    """Counts where this process has mapped messages."""
+    return Path("/proc/self/maps").read_text().count("ppstream-message")
+
+
+def test_memory_is_got_ready_for_frames_as_large_as_those_that_were_sent(
+    server: MessageSocket,
+) -> None:
+    client = connect_client(server.endpoint)
+    frame = memoryview(bytes(FRAME_BYTES))
+    for waiting in (0, 1):  # sent, and not read yet
+        assert client.send(b"", tail=frame)
+        assert open_memories() == 0, waiting
+        client.prepare()
+        assert open_memories() == 1
+    client.close()
+    assert open_memories() == 0
+    client.prepare()
+    assert open_memories() == 0
+
+
+def open_memories() -> int:
+    """Counts this process's descriptors of messages."""
+    found = 0
+    for fd in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):  # of the look itself
+            found += "ppstream-message" in str(fd.readlink())
+    return found
 
 
 def test_a_robot_on_rank_0s_host_loads_no_zeromq(tmp_path: Path) -> None:

@@ -43,8 +43,9 @@ from ppstream.wire import rank_messages
 from ppstream.wire.fields import encoder
 from ppstream.wire.keys import ServerKeys
 from ppstream.wire.message_socket import MessageSocket
+from ppstream.wire.sealed_memory import SEALS
 from ppstream.wire.transports import bind_server, connect_client
-from ppstream.wire.unix_socket import CARRIER_BYTES, SEALS
+from ppstream.wire.unix_socket import CARRIER_BYTES
 from ppstream.wire.unix_socket import LENGTH as LENGTH_OF_MEMORY
 
 FRAMES: Final = 1_000_000
