@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import ExitStack
+from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -20,23 +21,24 @@ from ppstream.cuda.busy_kernel import GpuWork
 from ppstream.cuda.streams import stream as cuda_stream
 from ppstream.cuda.streams import torch_stream
 from ppstream.launch import handshake
-from ppstream.launch.placement import Placement, place
+from ppstream.launch.placement import Placement, cuts_on_gpu, place
 from ppstream.links.device_counters import CountedLink
-from ppstream.links.device_link import Headers, new_device_slots, run_ahead
+from ppstream.links.device_link import Headers, new_device_slots, pinned_slots, run_ahead
 from ppstream.links.device_replicas import DeviceReplicas
 from ppstream.links.factory import open_device
 from ppstream.links.headers import ENVELOPE_HEADER
 from ppstream.links.latency_probe import measure
 from ppstream.links.replicas import replica_folder
-from ppstream.links.slots import Position, SlotLayout
+from ppstream.links.slots import Position, SlotLayout, new_slots
 from ppstream.observe.attribution import block
 from ppstream.pipeline.device.executor import DeviceExecutor
 from ppstream.pipeline.device.policy_rank import DevicePolicyRank, PolicyDevice
 from ppstream.pipeline.device.rank0_queue import Rank0Device, Streams
-from ppstream.pipeline.device.stage_a import DeviceFrontParts, RingWindows
+from ppstream.pipeline.device.stage_a import AwaitedWindows, DeviceFrontParts, RingWindows
 from ppstream.pipeline.device.stage_b import DeviceStageB
 from ppstream.pipeline.device.stamped_hop import StampedHop
 from ppstream.pipeline.device.stamping import EVENTS, Stamping, choose_stamps, device_clock
+from ppstream.pipeline.inline_executor import InlineExecutor
 from ppstream.pipeline.stage_b import StageB
 from ppstream.policy.batch_sizes import BatchSizes, batch_sizes
 from ppstream.policy.compiled import compiled
@@ -285,6 +287,41 @@ def stage_b_on_host_slots(
     if device.type != "cpu":
         prepared = StagedPolicy(prepared, device, config.batch.rows)
     return StageB(prepared, config.batch.rows, integers, sizes)
+
+
+def open_inline(
+    parts: Rank0Parts, policy: Policy, shape: LinkShape, device: torch.device
+) -> tuple[Rank0Parts, InlineExecutor]:
+    """Parts and the executor of a run on one rank.
+
+    Where ``placement.rank0`` is a GPU, too, windows are cut on it, into what the policy reads.
+
+    Args:
+        parts: of rank 0, whatever its device.
+        policy: all of it, loaded.
+        shape: of an envelope and its result.
+        device: of the policy; CUDA has started there.
+    """
+    config, run_id = parts.config, parts.log.run_id
+    if not cuts_on_gpu(config):
+        (envelope,), (result,) = new_slots(shape.envelope, 1), new_slots(shape.result, 1)
+        stage_b = stage_b_on_host_slots(policy, config, device, run_id)
+        return parts, InlineExecutor(stage_b, envelope=envelope, result=result)
+    logger.info("windows are cut on %s, where the policy reads them", device)
+    stream = torch_stream("a")
+    torch.cuda.synchronize(device)  # what was loaded, on another stream
+    torch.cuda.set_stream(stream)
+    layout, rows = shape.envelope, config.batch.rows
+    (slot,), (result,) = new_device_slots(layout, 1, device), pinned_slots(shape.result, 1)
+    told = tuple(spec for spec in layout.tensors if spec.name in ("rows", "present"))
+    (on_host,) = new_slots(SlotLayout(layout.header, told, rows), 1)
+    prepared = prepared_policy(policy, config.policy, device, drawn_for(run_id))
+    staged = StagedPolicy(prepared, device, rows, reads_host=False)
+    stage_b = StageB(staged, rows, drawn_for(run_id), batch_sizes(config, policy))
+    envelope = replace(on_host, tensors=slot.tensors)
+    executor = InlineExecutor(stage_b, envelope=envelope, result=result)
+    staged.meanwhile = executor.account
+    return parts._replace(stage_a=AwaitedWindows(config, slot, device, stream)), executor
 
 
 def open_policy_rank(

@@ -61,6 +61,11 @@ class Placement:
         return self.link in DEVICE_LINKS
 
 
+def cuts_on_gpu(config: PipelineConfig) -> bool:
+    """True when one rank alone cuts windows on its policy's GPU."""
+    return config.placement.rank0 != "cpu" and config.placement.policy[0] != "cpu"
+
+
 def ranks_wanted(config: PipelineConfig) -> int:
     """Returns how many ranks overlap something: one where both would share a GPU."""
     devices = config.placement
@@ -98,7 +103,8 @@ def place(
         )
     if world_size == 1:
         whole = RankPlan(0, ("A", "B", "C"), devices.policy[0])
-        return Placement((whole,), None, "one rank runs every stage in turn")
+        where = f", with windows cut on {whole.device}" if cuts_on_gpu(config) else ""
+        return Placement((whole,), None, f"one rank runs every stage in turn{where}")
     plans = [RankPlan(rank, ("B",), devices.device_of(rank)) for rank in range(1, most)]
     ranks = RankPlan(0, ("A", "C"), devices.rank0), *plans[: devices.leaders]
     members = tuple(plans[devices.leaders :])

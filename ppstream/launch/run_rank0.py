@@ -42,7 +42,6 @@ from ppstream.links.slots import FRONT, LinkShape, Position, SlotLayout, new_slo
 from ppstream.observe.run_folder import Run, boot_id
 from ppstream.pipeline.bringup import bring_up
 from ppstream.pipeline.host_executor import HostExecutor
-from ppstream.pipeline.inline_executor import InlineExecutor
 from ppstream.pipeline.loop import Executor, Rank0Loop
 from ppstream.pipeline.mesh_faults import MeshFaults
 from ppstream.pipeline.policy_rank_peer import PolicyRankPeer
@@ -412,11 +411,7 @@ def _inline(
     load(built, config.policy.target)
     policy = device_ranks.policy_at(place, built, config, device, parts.log.run_id)
     shape = link_shape(config, inputs, policy.outputs, generation)
-    executor = InlineExecutor(
-        device_ranks.stage_b_on_host_slots(policy, config, device, parts.log.run_id),
-        envelope=new_slots(shape.envelope, 1)[0],
-        result=new_slots(shape.result, 1)[0],
-    )
+    parts, executor = device_ranks.open_inline(parts, policy, shape, device)
     rank0 = Rank0Loop(*parts, executor=executor)
     _meter_compiler(rank0, executor)
     return rank0

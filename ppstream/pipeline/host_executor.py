@@ -60,7 +60,7 @@ class OnHost(ABC):
         self._cost_a, self._cost_c = StageCost(loop.run_delay), StageCost(loop.run_delay)
         loop.on_decoded = self._end_c
         self._thread_cpus: dict[str, list[int]] = {}  # as each thread's newest run ended
-        self._keep_warm = KeepWarm(loop.log, self._get_ready)
+        self._keep_warm = KeepWarm(loop.log, self._get_ready, loop.stage_a.ahead_ns)
 
     @contextmanager
     def running(self) -> Iterator[None]:

@@ -35,6 +35,7 @@ class InlineExecutor(OnHost):
         self._envelope = envelope
         self._result = result
         self._answered: Flight | None = None
+        self._unaccounted: Flight | None = None  # whose stage A has ended
         self._failed = 0  # which of FAILURES
         self._previous_tb1 = 0
 
@@ -51,11 +52,13 @@ class InlineExecutor(OnHost):
         """As ``Executor``: stages A and B."""
         self._cost_a.enter()
         self._loop.stage_a.build(flight, self._envelope, ends_ns)
-        self._account_a(flight)
+        self._cost_a.end()
+        self._unaccounted = flight
         record, ledger = flight.record, self._loop.credits
         tb0 = flight.sent_ns = record.tSend = now_ns()
         ledger.commit(tb0)
         self._failed = self._run_policy(flight)
+        self.account()
         tb1 = record.tRecv = now_ns()
         ledger.receive(tb1)
         self._times.stage(tb0, tb1)
@@ -65,6 +68,12 @@ class InlineExecutor(OnHost):
         record.idle_ns = max(0, tb0 - self._previous_tb1) if self._previous_tb1 else 0
         self._previous_tb1 = tb1
         self._answered = flight
+
+    def account(self) -> None:
+        """Account for stage A, unless that is done: behind it, or while a GPU runs the policy."""
+        if self._unaccounted is not None:
+            flight, self._unaccounted = self._unaccounted, None
+            self._account_a(flight)
 
     def _run_policy(self, flight: Flight) -> int:
         if nvtx_ranges.on:
@@ -102,6 +111,11 @@ class InlineExecutor(OnHost):
     def instruct(self, number: int, text: str, done: Callable[[int, str], None]) -> None:
         """As ``Executor``."""
         done(number, self._stage_b.instruct(number, text))
+
+    def _poll_after_wait(self, ready: Sequence[int]) -> bool:
+        is_fresh = super()._poll_after_wait(ready)
+        self._loop.stage_a.take_in()
+        return is_fresh
 
     def _is_idle(self) -> bool:
         return self._answered is None and self._loop.may_begin()

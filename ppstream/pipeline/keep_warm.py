@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from ppstream.core.clock import NS_PER_S, now_ns
+from ppstream.core.clock import NS_PER_MS, NS_PER_S, now_ns
 from ppstream.core.errors import MAX_TEXT
 from ppstream.core.rhythm import AHEAD_NS, Rhythm
 from ppstream.wire.robot_messages import SERVING
@@ -22,29 +22,47 @@ if TYPE_CHECKING:
 
 SHARE_MAX: Final = 0.5  # an envelope waits for a dry run that has begun
 PAUSE_NS: Final = NS_PER_S
+GATHERED_NS: Final = 4 * NS_PER_MS  # what came so long before an envelope began came for it
 
 
 class KeepWarm:
     """Sleeps, with a dry run before an envelope is expected; one thread.
 
     Bring-up is measured without. They end, and an event says why, when one raises. When they take
-    more than ``SHARE_MAX`` of ``AHEAD_NS``, as on a busy machine, there are none for ``PAUSE_NS``.
+    more than ``SHARE_MAX`` of that time, as on a busy machine, there are none for ``PAUSE_NS``.
 
     Args:
         log: of this rank.
         get_ready: the dry run.
+        ahead_ns: so long before the envelope.
     """
 
-    def __init__(self, log: TimestampLog, get_ready: Callable[[], None]) -> None:
+    def __init__(
+        self, log: TimestampLog, get_ready: Callable[[], None], ahead_ns: int = AHEAD_NS
+    ) -> None:
         self._get_ready: Callable[[], None] | None = get_ready
+        self._ahead_ns = ahead_ns
         self._log = log
         self._rhythm = Rhythm()
         self._usual_ns = 0  # a mean that forgets
         self._paused_ns = 0  # until then none
-        self.began = self._rhythm.note  # told when an envelope began, once it has left
+        self._came_ns: int | None = None  # when the first wait since an envelope was ended
+
+    def began(self, at_ns: int) -> None:
+        """An envelope began, and has left: the next is expected when something comes for it."""
+        came_ns, self._came_ns = self._came_ns, None
+        if came_ns is not None and 0 <= at_ns - came_ns < GATHERED_NS:
+            at_ns = came_ns
+        self._rhythm.note(at_ns)
 
     def wait(self, waiter: Waiter, limit_ns: int, phase: str) -> Sequence[int]:
         """As ``Waiter.wait``."""
+        ready = self._wait(waiter, limit_ns, phase)
+        if ready and self._came_ns is None:
+            self._came_ns = now_ns()
+        return ready
+
+    def _wait(self, waiter: Waiter, limit_ns: int, phase: str) -> Sequence[int]:
         if self._rhythm.next_ns is None or phase not in SERVING:
             return waiter.wait(max(0, limit_ns))
         now = now_ns()
@@ -63,7 +81,7 @@ class KeepWarm:
         return at_ns is not None and at_ns > self._paused_ns and phase in SERVING
 
     def _next_ns(self, now: int) -> int | None:
-        at_ns = self._rhythm.ready_ns(now) if self._get_ready else None
+        at_ns = self._rhythm.ready_ns(now, self._ahead_ns) if self._get_ready else None
         return None if at_ns is None or at_ns < self._paused_ns else at_ns
 
     def _run(self) -> None:
@@ -78,5 +96,5 @@ class KeepWarm:
             return
         ended_ns = now_ns()
         self._usual_ns += (ended_ns - begun_ns - self._usual_ns) >> 3
-        if self._usual_ns > SHARE_MAX * AHEAD_NS:
+        if self._usual_ns > SHARE_MAX * self._ahead_ns:
             self._usual_ns, self._paused_ns = 0, ended_ns + PAUSE_NS

@@ -6,6 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from ppstream.core.clock import NS_PER_MS, now_ns
+from ppstream.core.rhythm import AHEAD_NS
 from ppstream.links.headers import FAILED
 from ppstream.links.slots import SlotLayout, new_slots
 from ppstream.observe import nvtx_ranges
@@ -91,14 +92,16 @@ class StageA:
     """Cuts windows of its ``intake``, runs front parts; owned by the thread that owns the input.
 
     Attributes:
+        intake: changed between phases.
         front: the policy's parts at place 0; None: there are none.
     """
 
+    ahead_ns = AHEAD_NS  # of an envelope that is expected ``rehearse`` is called
+    intake: Intake
     recorder: Recorder | None = None  # told of every window
     front: FrontParts | None = None
 
     def __init__(self, config: PipelineConfig, simulated: Delay) -> None:
-        self.intake: Intake
         self._simulated = simulated
         self._scratch: Slot | None = None  # of dry runs
         self._ends: list[int] | None = None  # of the newest window, until it is accounted for
@@ -127,6 +130,9 @@ class StageA:
             nvtx_ranges.A.pop()
         record.tA1 = now_ns()
 
+    def take_in(self) -> None:
+        """Take over samples that are new in the rings, where windows are not cut from these."""
+
     def rehearse(self) -> None:
         """Cut a window into memory that nobody reads; nothing is accounted for."""
         cutter = self.intake.cutter
@@ -148,6 +154,11 @@ class StageA:
         flight.owners = owners_of(self.intake.rows, info.window_end_ns, self._lease_ns)
         record.input_age_ns = info.input_age_ns
         name_rows(flight)
+        self.tell_recorder(flight)
+
+    def tell_recorder(self, flight: Flight) -> None:
+        """Record whose windows they are, if anybody records."""
         if self.recorder is not None:
+            record = flight.record
             name = (flight.epoch, flight.seq, record.phase or "")
             self.recorder.windows(record.tA0 or 0, *name, flight.owners)

@@ -1,7 +1,8 @@
 """A policy on a GPU behind slots in host memory: copied over, run, copied back, waited for.
 
-For a policy rank with a GPU beside a rank 0 without one, and for the unpipelined twin. The loop
-waits for every envelope: what overlaps then is the two ranks, not the copies.
+For a policy rank with a GPU beside a rank 0 without one, and for the unpipelined twin, whose window
+may lie on the GPU already. The loop waits for each envelope: what overlaps then is the two ranks,
+not the copies.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from ppstream.policy.batch_sizes import ALWAYS, rows_call
 from ppstream.policy.compiled import compiled_parts
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch import Tensor
 
@@ -32,16 +33,23 @@ class StagedPolicy:
         policy: its ``inputs`` and ``outputs`` are this one's.
         device: a CUDA device.
         rows: the batch B of every slot.
+        reads_host: False: the inputs of a call are on the device, as its stream comes to them.
+
+    Attributes:
+        meanwhile: called in each call while the device works.
     """
 
     takes_rows = True
 
-    def __init__(self, policy: Policy, device: torch.device, rows: int) -> None:
+    def __init__(
+        self, policy: Policy, device: torch.device, rows: int, *, reads_host: bool = True
+    ) -> None:
+        self.meanwhile: Callable[[], None] = _nothing
         self.inputs, self.outputs = policy.inputs, policy.outputs
         self.compiled_parts = compiled_parts(policy)
         self._policy, self._call = policy, rows_call(policy)
         self._device = device
-        self._window = zeros(policy.inputs, rows, device)
+        self._window = zeros(policy.inputs if reads_host else (), rows, device)
         self._out = zeros(policy.outputs, rows, device)
 
     def reset(self, rows: Tensor) -> None:
@@ -58,10 +66,15 @@ class StagedPolicy:
         for name, tensor in self._window.items():
             first = None if name in ALWAYS else rows
             tensor[:first].copy_(window[name][:first], non_blocking=True)
-        self._call(self._window, self._out, rows)
+        self._call(self._window or window, self._out, rows)
+        self.meanwhile()  # copies to memory that is not locked wait for the device
         for name, tensor in self._out.items():
             out[name].copy_(tensor, non_blocking=True)
         _cuda.current_stream(self._device).synchronize()
+
+
+def _nothing() -> None:
+    pass
 
 
 def zeros(specs: Sequence[TensorSpec], rows: int, device: torch.device) -> Mapping[str, Tensor]:

@@ -65,7 +65,7 @@ def actions_of(
 def twin(tmp_path_factory):
     folder = tmp_path_factory.mktemp("twin")
     recording = made_recording(folder / "recording.npz")
-    return recording, actions_of(folder / "inline", recording, *placed("00", 1, 1, 1), ranks=1)
+    return recording, actions_of(folder / "inline", recording, *placed("c0", 1, 1, 1), ranks=1)
 
 
 CUTS = [

@@ -70,7 +70,7 @@ def actions_of(root: Path, recording: Path, *settings: str, ranks: int):
 def twin(tmp_path_factory):
     folder = tmp_path_factory.mktemp("twin")
     recording = made_recording(folder / "recording.npz")
-    inline = ("placement.rank0=cuda:0", "placement.policy=cuda:0")
+    inline = ("placement.rank0=cpu", "placement.policy=cuda:0")
     return recording, actions_of(folder / "inline", recording, *inline, ranks=1)
 
 
@@ -88,6 +88,16 @@ def test_replicas_give_the_twin_s_actions(replicas, link, wait, twin, tmp_path):
     for name, array in actions.items():
         np.testing.assert_allclose(array, expected[name], atol=TOLERANCE, err_msg=name)
     assert len(actions["actions"]) > 20
+
+
+def test_one_rank_that_cuts_its_windows_on_the_gpu_gives_the_twin_s_actions(twin, tmp_path):
+    recording, (expected, drops) = twin
+    inline = ("placement.rank0=cuda:0", "placement.policy=cuda:0")
+    actions, found = actions_of(tmp_path, recording, *inline, ranks=1)
+    assert found == drops
+    assert actions.keys() == expected.keys()
+    for name, array in actions.items():
+        np.testing.assert_allclose(array, expected[name], atol=TOLERANCE, err_msg=name)
 
 
 @pytest.mark.parametrize("link", ["peer", "pinned"])

@@ -1,4 +1,4 @@
-"""A robot with three cameras at 30 Hz, served from two GPUs: every frame arrives, and is used."""
+"""A robot with three cameras at 30 Hz, served from GPUs: every frame arrives, and is used."""
 
 from __future__ import annotations
 
@@ -17,12 +17,15 @@ from ranks import Ranks
 from ppstream.config import load
 from ppstream.core.clock import NS_PER_MS
 
-if torch.cuda.device_count() < 2:
-    pytest.skip("needs two GPUs", allow_module_level=True)
+GPUS = torch.cuda.device_count()
+if GPUS < 1:
+    pytest.skip("needs a GPU", allow_module_level=True)
 pytestmark = pytest.mark.gpu
 
 #: Configurations, and how many envelopes come a second: a sample each, or one each 13 ms.
 SHIPPED = {"three_cameras": 500, "vla_2": 70}
+ALONE = ("placement.rank0=cuda:0", "placement.policy=cuda:0")
+ALONE_PER_S = 100  # of one rank at the least: it takes some 3 ms for all stages
 CAMERAS = ("left", "right", "wrist")
 SERVED_S = 4.0
 #: Of an action at the robot, usually: some periods, and two hops.
@@ -35,11 +38,24 @@ def ready_lines(ranks: Ranks) -> Iterator[dict[str, Any]]:
     return (line for line in ranks.envelopes("ready") if line.get("drop") is None)
 
 
+@pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("shipped", SHIPPED)
 def test_three_cameras_of_a_real_robot_arrive_whole_at_30_hz(tmp_path: Path, shipped: str) -> None:
+    serve_cameras(tmp_path, shipped, (), world_size=2, per_s=0.8 * SHIPPED[shipped])
+
+
+def test_one_rank_cuts_their_windows_on_its_gpu(tmp_path: Path) -> None:
+    said = serve_cameras(tmp_path, "three_cameras", ALONE, world_size=1, per_s=ALONE_PER_S)
+    assert "windows are cut on cuda:0, where the policy reads them" in said
+
+
+def serve_cameras(
+    tmp_path: Path, shipped: str, placed: tuple[str, ...], *, world_size: int, per_s: float
+) -> str:
+    """Serves them for a while, and returns what the ranks said."""
     endpoint = f"unix://{tmp_path}/r"
-    settings = (f"service.endpoint={endpoint}", "service.duration_s=60")
-    with Ranks(tmp_path, *settings, config=load.locate(shipped)) as ranks:
+    settings = (f"service.endpoint={endpoint}", "service.duration_s=60", *placed)
+    with Ranks(tmp_path, *settings, world_size=world_size, config=load.locate(shipped)) as ranks:
         robot = CameraRobot(endpoint, shipped)
         with robot.client as client:
             client.connect(READY_LIMIT_S)
@@ -49,12 +65,12 @@ def test_three_cameras_of_a_real_robot_arrive_whole_at_30_hz(tmp_path: Path, shi
             time.sleep(0.2)
         for process in ranks.processes:  # as torchrun signals: all at once
             process.send_signal(signal.SIGTERM)
-        assert ranks.wait() == [0, 0], ranks.output()  # and every sample is accounted for
+        assert ranks.wait() == [0] * world_size, ranks.output()  # and every sample is accounted for
         lines = list(ready_lines(ranks))
         ledger = [line for line in ranks.lines(0) if line["kind"] == "ledger"][-1]["streams"]
     age_ms = statistics.median(robot.ages_ms)
     print(f"{len(lines)} envelopes, actions {age_ms:.1f} ms old, sent {robot.sent}")
-    assert len(lines) > 0.8 * SHIPPED[shipped] * SERVED_S
+    assert len(lines) > per_s * SERVED_S
     assert age_ms < AGE_MAX_MS[shipped]
     for camera in CAMERAS:
         assert robot.sent[camera] >= 0.9 * 30 * SERVED_S
@@ -62,3 +78,4 @@ def test_three_cameras_of_a_real_robot_arrive_whole_at_30_hz(tmp_path: Path, shi
         ages_ms = [line["input_age_ns"][camera] / NS_PER_MS for line in lines[100:]]
         print(f"{camera}: newest frame {statistics.median(ages_ms):.1f} ms old")
         assert statistics.quantiles(ages_ms, n=20)[-1] < FRAME_AGE_MAX_MS
+    return ranks.output()

@@ -20,6 +20,7 @@ from ppstream.core.errors import ConfigError
 from ppstream.core.specs import TensorSpec
 from ppstream.cuda import startup
 from ppstream.launch.dry_run import describe
+from ppstream.launch.placement import place
 from ppstream.pipeline.decode import build as build_decoder
 from ppstream.serve import main
 
@@ -171,6 +172,16 @@ def test_one_rank_has_one_slot_each_way_and_no_link(given: ModuleType) -> None:
     assert "envelope: 1 slot of" in text
     assert "result: 1 slot of" in text
     assert "D_in" not in row(text, "pacing")
+
+
+def test_one_rank_cuts_windows_where_both_places_are_gpus() -> None:
+    for rank0, policy, where in (
+        ("cuda:0", "cuda:1", ", with windows cut on cuda:1"),
+        ("cpu", "cuda:0", ""),
+        ("cuda:0", "cpu", ""),
+    ):
+        asked = config(placement={"rank0": rank0, "policy": [policy]}, simulate={"a_ms": 0})
+        assert place(asked, 1, 1).why == f"one rank runs every stage in turn{where}"
 
 
 def test_streams_on_request_and_rows_are_said(given: ModuleType) -> None:

@@ -10,7 +10,7 @@ from pipeline_in_process import NewestValues, PipelineInProcess, small_config
 from ppstream.core.clock import NS_PER_MS, NS_PER_S, now_ns
 from ppstream.core.rhythm import AHEAD_NS
 from ppstream.core.waiter import Waiter
-from ppstream.pipeline.keep_warm import PAUSE_NS, SHARE_MAX, KeepWarm
+from ppstream.pipeline.keep_warm import GATHERED_NS, PAUSE_NS, SHARE_MAX, KeepWarm
 
 
 class Events:
@@ -66,6 +66,51 @@ def test_of_envelopes_out_of_step_and_in_bring_up_there_is_none(waiter: Waiter) 
     assert not warm.expects("ready")
     warm.wait(waiter, 8 * NS_PER_MS, "ready")
     assert not runs
+
+
+class Coming:
+    """A waiter on whose clock something comes ``late_ns`` after each wait began, or nothing."""
+
+    woken = False
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_ns, self.late_ns = 10**12, 0
+        monkeypatch.setattr("ppstream.pipeline.keep_warm.now_ns", lambda: self.now_ns)
+
+    def wait(self, limit_ns: int) -> list[int]:
+        is_there = self.late_ns <= limit_ns
+        self.now_ns += min(limit_ns, self.late_ns)
+        self.late_ns -= min(limit_ns, self.late_ns)
+        return [7] if is_there else []
+
+
+@pytest.mark.parametrize(
+    ("gathering_ms", "ahead_ms"),
+    [(2, 2), (GATHERED_NS / NS_PER_MS, 0)],
+    ids=["came for it", "came for another"],
+)
+def test_an_envelope_is_expected_when_the_first_of_its_samples_comes(
+    monkeypatch: pytest.MonkeyPatch, gathering_ms: float, ahead_ms: int
+) -> None:
+    coming, runs = Coming(monkeypatch), list[int]()
+    waiter: Any = coming
+
+    def get_ready() -> None:
+        runs.append(coming.now_ns)
+        coming.now_ns += 1
+
+    warm, _ = ready_for_one(get_ready)
+    for _ in range(9):
+        coming.late_ns = round((20 - gathering_ms) * NS_PER_MS)
+        assert warm.wait(waiter, 10**9, "ready")
+        coming.late_ns = round(gathering_ms * NS_PER_MS)
+        assert warm.wait(waiter, 10**9, "ready")
+        warm.began(coming.now_ns)
+    runs.clear()
+    next_ns = coming.now_ns + 20 * NS_PER_MS
+    coming.late_ns = 10**9
+    warm.wait(waiter, 30 * NS_PER_MS, "ready")
+    assert runs == pytest.approx([next_ns - ahead_ms * NS_PER_MS - AHEAD_NS], abs=100, rel=0)
 
 
 def test_what_comes_before_an_expected_envelope_ends_the_wait_without_a_dry_run(

@@ -44,6 +44,7 @@ class HostWindows:
         graphs: bool = False,
     ) -> None:
         self.intake: Intake
+        self.rehearsed = 0
         self._lease_ns = round(config.actions.lease_ms * NS_PER_MS)
         self._stream = stream
         self._windows = pinned_slots(layout, slots)
@@ -60,8 +61,12 @@ class HostWindows:
     def front_ns(self) -> int:
         return 0 if self.front is None else self.front.duration_ns
 
-    def ingest(self, now_ns: int) -> None:
-        """Nothing: the rings are read where they are."""
+    def ingest(self, now_ns: int) -> bool:
+        """All is there: the rings are read where they are."""
+        return True
+
+    def rehearse(self) -> None:
+        self.rehearsed += 1
 
     def graph(self, slot: DeviceSlot) -> FakePart | None:
         if not self._graphs or self.front is not None:

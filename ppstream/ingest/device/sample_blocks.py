@@ -156,6 +156,11 @@ class BlockWriter:
         block[self._pieces_at : self._pieces_at + len(pieces)] = pieces
         return Packed(at, frames, is_all)
 
+    def repeat(self) -> None:
+        """Have the next block bring the newest sample of each ring again, to where it lies."""
+        for feed in self._feeds:
+            feed.repeat()
+
     def _has_new_commitment(self) -> bool:
         pairs = zip(self._rows, self._committed, strict=True)
         return any(served.commitment is not known for served, known in pairs)
@@ -221,6 +226,12 @@ class _Feed:
         """The ring has taken in samples since, or was emptied."""
         ring = self.ring
         return ring.accepted != self.sent or ring.count != self.held
+
+    def repeat(self) -> None:
+        """The newest sample is new once more, unless others are."""
+        ring = self.ring
+        if not self.is_behind and ring.count:
+            self.sent -= 1
 
     def pack(
         self, block: NDArray[np.int64], at: int, pieces: list[int], frames: list[FramePiece]

@@ -50,8 +50,10 @@ from ppstream.pipeline.device.event_times import Rank0Times, record_rank0_times
 from ppstream.pipeline.device.in_flight import EARLY_NS, UNSETTLED_MAX, InFlight
 from ppstream.pipeline.device.rank0_queue import Queueing
 from ppstream.pipeline.device.rank0_stamped import StampedQueueing
+from ppstream.pipeline.device.stage_a import AHEAD_NS
 from ppstream.pipeline.device.stage_times import time_a_and_c
 from ppstream.pipeline.flight import Flight
+from ppstream.pipeline.keep_warm import KeepWarm
 from ppstream.pipeline.policy_rank_peer import instruct_all, thread_cpus
 from ppstream.pipeline.rank0 import WAIT_MAX_NS
 from ppstream.policy.unwritten import Results, drawn_for
@@ -140,10 +142,15 @@ class DeviceExecutor:
         self._results = Results(drawn_for(loop.log.run_id))
         self._tells_provenance = loop.config.actions.provenance
         loop.book = self._book
+        self._keep_warm = KeepWarm(loop.log, self._get_ready, AHEAD_NS)
         loop.mark.busy_with = self._at
         loop.log.queues_ahead = True
         loop.on_phase.append(self._on_phase)
         end_timeouts_on_time()
+
+    def _get_ready(self) -> None:
+        self._a.rehearse()
+        self._loop.stage_c.rehearse()
 
     def _none_underway(self, first: int, early_ns: int = 0) -> InFlight:
         """Nothing is under way, and ``first`` is the next envelope."""
@@ -206,6 +213,7 @@ class DeviceExecutor:
         self._queueing.envelope(flight, ends_ns)
         self._is_launching = False
         flight.sent_ns = now_ns()  # for the watchdog; the log has the device's
+        self._keep_warm.began(flight.sent_ns)
         self._underway.add(flight, flight.sent_ns)
         if self._replicas is not None:
             flight.record.replica = self._replicas.turn(flight.index).replica + 1
@@ -384,7 +392,8 @@ class DeviceExecutor:
 
         Returns True if something did or was.
         """
-        ready = self._loop.waiter.wait(until_ns - now_ns())
+        phase = "" if self._underway else self._loop.phase  # beside envelopes nothing gets ready
+        ready = self._keep_warm.wait(self._loop.waiter, until_ns - now_ns(), phase)
         now = now_ns()
         # some frames are told of by a wake alone, which may come to a wait that is over at once
         has_come = bool(ready) or self._loop.waiter.woken or self._loop.is_cut_due
@@ -440,12 +449,8 @@ class DeviceExecutor:
         except (PeerLostError, ProtocolError, WatchdogError) as error:
             if self._losses is None or self._replicas is None:
                 raise
-            turn = self._replicas.turn
-            owed = [
-                index
-                for index in self._underway.unreceived()
-                if self._ranks[turn(index).replica] is policy_rank
-            ]
+            turn, unreceived = self._replicas.turn, self._underway.unreceived()
+            owed = [at for at in unreceived if self._ranks[turn(at).replica] is policy_rank]
             self._losses.accept(policy_rank, error)  # ends the waits for what it owes
             self._lost.update(owed)
             self._is_lined_up = False

@@ -6,15 +6,18 @@ Rings are read when the device comes to it, however far ahead the host runs.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 import torch
 
 from ppstream.core.clock import NS_PER_MS, now_ns
+from ppstream.core.simulated_delay import Delay
 from ppstream.cuda.linear_graph import CapturedPart
 from ppstream.ingest.device.window import DeviceWindow
-from ppstream.links.headers import EnvelopeStatus
+from ppstream.links.headers import FAILED, EnvelopeStatus
+from ppstream.observe import nvtx_ranges
 from ppstream.pipeline.flight import Owner, RowNames, name_rows, names_of
+from ppstream.pipeline.stage_a import StageA
 from ppstream.policy.compiled import compiled_parts
 from ppstream.policy.unwritten import failure
 
@@ -28,9 +31,14 @@ if TYPE_CHECKING:
     from ppstream.ingest.intake import Intake
     from ppstream.ingest.rows import RowInput
     from ppstream.links.device_link import DeviceSlot, Headers
+    from ppstream.links.slots import Slot
     from ppstream.pipeline.device.stage_b import DeviceStageB
     from ppstream.pipeline.flight import Flight
     from ppstream.policy.batch_sizes import BatchSizes
+
+
+#: Of an envelope that is expected a rehearsal begins: from cold caches it takes some 0.3 ms.
+AHEAD_NS: Final = NS_PER_MS
 
 
 class DeviceStageA(Protocol):
@@ -54,8 +62,11 @@ class DeviceStageA(Protocol):
     @property
     def nodes(self) -> int | None: ...
 
-    def ingest(self, now_ns: int) -> None:
-        """Take over the samples that are new in the rings; never waits."""
+    def ingest(self, now_ns: int) -> bool:
+        """Take over the samples that are new in the rings; never waits. False: not all yet."""
+
+    def rehearse(self) -> None:
+        """Bring what stage A takes into the caches: an envelope is expected."""
 
     def graph(self, slot: DeviceSlot) -> GraphPart | None:
         """Returns stage A into ``slot`` for a larger graph, until the intake changes; None: some
@@ -216,8 +227,11 @@ class RingWindows:
             return self._window.nodes
         return None if self.front.nodes is None else self._window.nodes + self.front.nodes
 
-    def ingest(self, now_ns: int) -> None:
-        self._window.ingest(now_ns)
+    def ingest(self, now_ns: int) -> bool:
+        return self._window.ingest(now_ns)
+
+    def rehearse(self) -> None:
+        self._window.rehearse()
 
     def graph(self, slot: DeviceSlot) -> GraphPart | None:
         if self.front is not None:
@@ -248,6 +262,74 @@ class RingWindows:
         flight.record.input_age_ns = taken.info.input_age_ns
         flight.owners = self._owners
         name_rows(flight, self._names)
+
+
+class AwaitedWindows(StageA):
+    """Stage A of a loop that waits for each window on the GPU, and runs the policy there as well.
+
+    Of an envelope's host slot it writes ``rows`` and ``present`` alone, by which the policy is
+    called; the policy reads the window where it lies.
+
+    Args:
+        config: streams and window.
+        slot: that windows are written into; no copy of it is under way when one begins.
+        device: where that is.
+        stream: torch's stream of the stage and of the policy, the current one.
+    """
+
+    ahead_ns = AHEAD_NS
+
+    def __init__(
+        self,
+        config: PipelineConfig,
+        slot: DeviceSlot,
+        device: torch.device,
+        stream: torch.cuda.Stream,
+    ) -> None:
+        super().__init__(config, Delay(0.0))
+        self._windows = RingWindows(config, (slot,), device, stream)
+        self._slot, self._stream = slot, stream
+
+    @property
+    def intake(self) -> Intake:
+        """As ``RingWindows``."""
+        return self._windows.intake
+
+    @intake.setter
+    def intake(self, intake: Intake) -> None:
+        self._windows.intake = intake
+
+    def take_in(self) -> None:
+        """As ``StageA``: less is left to be sent when a window is due."""
+        self._windows.ingest(now_ns())
+
+    def build(self, flight: Flight, slot: Slot, ends_ns: Sequence[int | None]) -> None:
+        """As ``StageA``."""
+        record = flight.record
+        record.tA0 = now_ns()
+        if nvtx_ranges.on:
+            nvtx_ranges.A.push(flight.epoch, flight.seq)
+        while ends_ns[0] is None and not self._windows.ingest(record.tA0):
+            self._stream.synchronize()  # blocks of memory come free behind copies
+        self._windows.enqueue(flight, self._slot, ends_ns)
+        rows, present = slot.arrays["rows"], slot.arrays["present"]
+        for number, served in enumerate(self.intake.rows):  # as the window finds them
+            rows[number, 0], rows[number, 1] = served.session, served.session_epoch
+            present[number] = served.present
+        slot.words[FAILED] = 0
+        self._stream.synchronize()
+        if nvtx_ranges.on:
+            nvtx_ranges.A.pop()
+        record.tA1 = now_ns()
+
+    def rehearse(self) -> None:
+        """As ``StageA``: nothing is cut, since what a window on a GPU uses it accounts for."""
+        self._windows.rehearse()
+
+    def settle(self, flight: Flight) -> None:
+        """As ``StageA``; once for each ``build``, at any time before the next one."""
+        self._windows.settle(flight)
+        self.tell_recorder(flight)
 
 
 def taken_owners(taken: TakenWindow, lease_ns: int) -> list[Owner]:

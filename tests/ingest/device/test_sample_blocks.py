@@ -95,6 +95,28 @@ class Twin:
         return self.stamps[name][row, slots], self.values[name][row, slots]
 
 
+def test_a_block_that_repeats_the_newest_samples_changes_nothing() -> None:
+    case = Input(config(stream("a", dim=2, reference=True), stream("b", dim=1)), 8)
+    twin, row = Twin(case), case.rows[0]
+    row.open(7)
+    twin.writer.repeat()
+    assert twin.ingest() == 1  # who sits there: no ring holds anything
+    for number in range(11):
+        for name in case.banks:
+            stamps = at_ms(number)
+            row.rings[name].append(stamps, ramp(stamps, dim=row.rings[name].stream.dim), 0)
+    twin.ingest()
+    before = twin.table.tolist(), *[each.tobytes() for each in twin.stamps.values()]
+    twin.writer.repeat()
+    assert twin.ingest() == 1
+    assert (twin.table.tolist(), *[each.tobytes() for each in twin.stamps.values()]) == before
+    stamps = at_ms(20)
+    row.rings["a"].append(stamps, ramp(stamps), 0)
+    twin.writer.repeat()  # of the others
+    assert twin.ingest() == 1
+    assert twin.usable("a")[0].tolist() == held(case, "a").tolist()
+
+
 def held(case: Input, name: str, row: int = 0) -> NDArray[np.int64]:
     ring, bank = case.rows[row].rings[name], case.banks[name]
     numbers = np.arange(ring.accepted - ring.count, ring.accepted) % bank.capacity
@@ -200,12 +222,16 @@ def test_frames_travel_beside_the_block_and_their_stamps_in_it() -> None:
     assert is_all
     assert [tuple(frame) for frame in frames] == [(1, 0, 0), (1, 0, 1)]
     assert words == writer.block_words - 2 * 6 - 6 + 2 + 2  # of 6 q and 6 frames, 1 and 2 travel
+    writer.repeat()
+    _, frames, _ = writer.write(np.zeros(writer.block_words, np.int64), 2, [None])
+    assert [tuple(frame) for frame in frames] == [(1, 0, 1)]
 
 
 @settings(max_examples=80, deadline=None)
 @given(
     st.lists(
-        st.tuples(st.sampled_from(["a", "b", "episode", "ingest"]), st.integers(1, 9)), max_size=60
+        st.tuples(st.sampled_from(["a", "b", "episode", "repeat", "ingest"]), st.integers(1, 9)),
+        max_size=60,
     )
 )
 def test_the_twin_always_holds_the_newest_after_an_ingest(events: list[tuple[str, int]]) -> None:
@@ -215,6 +241,8 @@ def test_the_twin_always_holds_the_newest_after_an_ingest(events: list[tuple[str
     for what, count in events:
         if what == "episode":
             case.rows[0].new_episode()
+        elif what == "repeat":
+            twin.writer.repeat()
         elif what == "ingest":
             twin.ingest()
             for name in ("a", "b"):

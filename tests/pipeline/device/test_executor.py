@@ -741,3 +741,18 @@ def test_every_audit_holds_whichever_way_takes_the_times(
     assert {name for name, audit in audits.items() if audit.ok is False} == set()
     assert audits["residence"].ok
     assert audits["outstanding"].ok
+
+
+def test_stage_a_gets_ready_before_envelopes_at_even_distances(any_way: Any) -> None:
+    with any_way() as pipeline:
+        rows = pipeline.intake.rows
+        source = SyntheticSource(pipeline.config, rows[0], seed=1, start_ns=now_ns())
+        stage_a: Any = pipeline.rank0.stage_a
+        pipeline.enter(source, OnTick(rows, 50.0, now_ns()), "bring-up")
+        pipeline.rank0.run(12)
+        assert stage_a.rehearsed == 0
+        pipeline.enter(source, OnTick(rows, 50.0, now_ns()))
+        pipeline.rank0.run(25)
+        drops = [line.get("drop") for line in pipeline.envelopes()]
+    assert stage_a.rehearsed > 3  # each time but on a busy machine
+    assert drops == [None] * 37
