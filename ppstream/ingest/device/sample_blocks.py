@@ -159,7 +159,7 @@ class BlockWriter:
     def repeat(self) -> None:
         """Have the next block bring the newest sample of each ring again, to where it lies."""
         for feed in self._feeds:
-            feed.repeat()
+            feed.sent -= 1
 
     def _has_new_commitment(self) -> bool:
         pairs = zip(self._rows, self._committed, strict=True)
@@ -226,12 +226,6 @@ class _Feed:
         """The ring has taken in samples since, or was emptied."""
         ring = self.ring
         return ring.accepted != self.sent or ring.count != self.held
-
-    def repeat(self) -> None:
-        """The newest sample is new once more, unless others are."""
-        ring = self.ring
-        if not self.is_behind and ring.count:
-            self.sent -= 1
 
     def pack(
         self, block: NDArray[np.int64], at: int, pieces: list[int], frames: list[FramePiece]
