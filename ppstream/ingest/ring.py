@@ -181,17 +181,21 @@ class SensorRing(native.Ring):
 
         A good frame is copied from there to its place, and nowhere else.
         """
-        stamp_ns = int.from_bytes(stamp, "little", signed=True)
-        if self._tap is not None or stamp_ns <= self.newest_ns:
-            return self.append_message(memoryview(stamp), frame.mapped()[offset:], rx_ns)
-        self.ledger.received += 1
-        stamps = np.array((stamp_ns,))
-        if not self._clock.accepts(stamp_ns, rx_ns):
-            values = np.ndarray((1, self._dim), self._dtype, frame.mapped()[offset:])
-            return self._append_some(stamps, values, rx_ns)
-        frame.read_into(self._values[self.accepted % self._capacity].data, offset)
-        self._note(stamps, rx_ns)
-        return 1
+        stamps = np.ndarray((1,), _INT64, stamp)
+        stamp_ns: int = stamps.item(0)
+        if self._tap is None and stamp_ns > self.newest_ns:
+            self.ledger.received += 1
+            if self._clock.accepts(stamp_ns, rx_ns):
+                frame.read_into(self._values[self.accepted % self._capacity].data, offset)
+                self._note(stamps, rx_ns)
+                return 1
+            return self._append_some(stamps, self._frame(frame, offset), rx_ns)
+        return self.append(stamps, self._frame(frame, offset), rx_ns)
+
+    def _frame(self, frame: SealedMessage, offset: int) -> NDArray[Any]:
+        values = np.empty((1, self._dim), self._dtype)
+        frame.read_into(values.reshape(-1).data, offset)
+        return values
 
     def line(self, prefix: bytes) -> Line:
         """Returns what ``native.receive`` takes this ring's packets by.
