@@ -104,6 +104,12 @@ def test_the_tier_of_two_gpus_says_that_it_needs_them(monkeypatch, capsys):
     assert capsys.readouterr().out == "skipped: needs two GPUs\n"
 
 
+def test_quick_faults_are_those_without_a_gpu(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["drill/fault_drill.py", "--gpu", "--quick"])
+    with pytest.raises(SystemExit, match="its faults need no GPU"):
+        fault_drill.main()
+
+
 def test_the_faults_of_a_chain_of_gpus_are_left_out_by_name_on_two(monkeypatch, capsys):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     monkeypatch.setattr(

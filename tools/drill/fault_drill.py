@@ -100,6 +100,8 @@ def main() -> int:
         for fault in tier.faults:
             print(f"{fault.name:30}{fault.ids:18}{fault.does}")
         return 0
+    if args.gpu and args.quick:
+        raise SystemExit("--quick: its faults need no GPU; without --gpu, or --gpu --only NAME ...")
     if args.gpu and (why := missing()):
         print(f"skipped: {why}")
         return 0
