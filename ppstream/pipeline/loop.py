@@ -22,7 +22,7 @@ window is cut, if input leads to envelopes as a rule; that one goes through what
 without the policy, and looks for the envelope. Of a short stage B rank 0 awaits the result the same
 way. Each of these waits awake is shorter than 0.2 ms, and nothing is accounted for by a rehearsal.
 Where envelopes come at even distances (``core/rhythm.py``), both ranks (``keep_warm.py``) and the
-robot's client (``robot/rehearsal.py``) rehearse half a millisecond before the next is expected.
+robot's client (``robot/rehearsal.py``) rehearse a millisecond or less before the next is expected.
 """
 
 from __future__ import annotations

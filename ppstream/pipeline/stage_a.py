@@ -112,12 +112,18 @@ class StageA:
 
         ``ends_ns`` fixes the window end of each row; None means the newest reference stamp.
         """
-        front = self.front
-        window = slot if front is None else front.window
         record = flight.record
         record.tA0 = now_ns()
         if nvtx_ranges.on:
             nvtx_ranges.A.push(flight.epoch, flight.seq)
+        self._fill(flight, slot, ends_ns)
+        if nvtx_ranges.on:
+            nvtx_ranges.A.pop()
+        record.tA1 = now_ns()
+
+    def _fill(self, flight: Flight, slot: Slot, ends_ns: Sequence[int | None]) -> None:
+        front = self.front
+        window = slot if front is None else front.window
         self._ends = self.intake.cutter.write(window.tensors, ends_ns, self._lease_ns)
         if self._simulated.takes_time:
             self._simulated.spend()
@@ -126,9 +132,6 @@ class StageA:
         else:
             self.settle(flight)  # rows may get other owners while a part runs
             slot.words[FAILED] = front.run(flight, slot)
-        if nvtx_ranges.on:
-            nvtx_ranges.A.pop()
-        record.tA1 = now_ns()
 
     def take_in(self) -> None:
         """Take over samples that are new in the rings, where windows are not cut from these."""

@@ -456,12 +456,8 @@ class RobotClient:
             feedback.await_ready()
         state_due_ns = self._send_state(link, now)
         self._send_batches(link, self._outbox.pop_due(now), now)
-        dues = (
-            self._outbox.due_ns,
-            state_due_ns,
-            reports_due_ns,
-            self._rehearsal.turn(now, link.prepare),
-        )
+        ask_due_ns = self._rehearsal.turn(now, link.prepare)
+        dues = (self._outbox.due_ns, state_due_ns, reports_due_ns, ask_due_ns)
         return min((due for due in dues if due is not None), default=None)
 
     def _send_state(self, link: RobotLink, now: int, *, is_last: bool = False) -> int | None:
@@ -479,7 +475,8 @@ class RobotClient:
             self._link.wake()
 
     def _flush(self, link: RobotLink) -> None:
-        self._send_batches(link, self._outbox.pop_due(now := now_ns(), everything=True), now)
+        now = now_ns()
+        self._send_batches(link, self._outbox.pop_due(now, everything=True), now)
 
     def _send_batches(self, link: RobotLink, batches: list[Batch], now: int) -> bool:
         session = self._session.session

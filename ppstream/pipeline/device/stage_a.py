@@ -15,7 +15,6 @@ from ppstream.core.simulated_delay import Delay
 from ppstream.cuda.linear_graph import CapturedPart
 from ppstream.ingest.device.window import DeviceWindow
 from ppstream.links.headers import FAILED, EnvelopeStatus
-from ppstream.observe import nvtx_ranges
 from ppstream.pipeline.flight import Owner, RowNames, name_rows, names_of
 from ppstream.pipeline.stage_a import StageA
 from ppstream.policy.compiled import compiled_parts
@@ -303,13 +302,8 @@ class AwaitedWindows(StageA):
         """As ``StageA``: less is left to be sent when a window is due."""
         self._windows.ingest(now_ns())
 
-    def build(self, flight: Flight, slot: Slot, ends_ns: Sequence[int | None]) -> None:
-        """As ``StageA``."""
-        record = flight.record
-        record.tA0 = now_ns()
-        if nvtx_ranges.on:
-            nvtx_ranges.A.push(flight.epoch, flight.seq)
-        while ends_ns[0] is None and not self._windows.ingest(record.tA0):
+    def _fill(self, flight: Flight, slot: Slot, ends_ns: Sequence[int | None]) -> None:
+        while ends_ns[0] is None and not self._windows.ingest(now_ns()):
             self._stream.synchronize()  # blocks of memory come free behind copies
         self._windows.enqueue(flight, self._slot, ends_ns)
         rows, present = slot.arrays["rows"], slot.arrays["present"]
@@ -318,9 +312,6 @@ class AwaitedWindows(StageA):
             present[number] = served.present
         slot.words[FAILED] = 0
         self._stream.synchronize()
-        if nvtx_ranges.on:
-            nvtx_ranges.A.pop()
-        record.tA1 = now_ns()
 
     def rehearse(self) -> None:
         """As ``StageA``: nothing is cut, since what a window on a GPU uses it accounts for."""
