@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from ppstream.links.slots import Slot
     from ppstream.pipeline.flight import Flight
     from ppstream.pipeline.stage_b import StageB
+    from ppstream.recording.items import RowMark
     from ppstream.recording.recorder import Recorder
 
 
@@ -157,11 +158,14 @@ class StageA:
         flight.owners = owners_of(self.intake.rows, info.window_end_ns, self._lease_ns)
         record.input_age_ns = info.input_age_ns
         name_rows(flight)
-        self.tell_recorder(flight)
-
-    def tell_recorder(self, flight: Flight) -> None:
-        """Record whose windows they are, if anybody records."""
         if self.recorder is not None:
-            record = flight.record
-            name = (flight.epoch, flight.seq, record.phase or "")
-            self.recorder.windows(record.tA0 or 0, *name, flight.owners)
+            tell_of_windows(self.recorder, flight)
+
+
+def tell_of_windows(
+    recorder: Recorder, flight: Flight, marks: Sequence[RowMark] | None = None
+) -> None:
+    """Record whose windows an envelope holds; ``marks`` as ``Recorder.windows``."""
+    record = flight.record
+    name = flight.epoch, flight.seq, record.phase or ""
+    recorder.windows(record.tA0 or 0, *name, flight.owners, marks)

@@ -146,13 +146,25 @@ class WindowOwner(Protocol):
     def expires_ns(self) -> int: ...
 
 
+class RowMark(NamedTuple):
+    """Counts of what had come into a row's rings at some moment."""
+
+    clears: int  # times they had been emptied
+    samples: dict[str, int]  # by stream, of the robot
+
+
 class RowTap:
-    """Tap of a row's rings: calls the taker under the name of the robot that holds the row."""
+    """Tap of a row's rings: calls the taker under the name of the robot that holds the row.
+
+    Attributes:
+        clears: times the rings were emptied.
+    """
 
     def __init__(self, taker: Taker, row: RecordedRow, place: int) -> None:
         self._taker = taker
         self._row = row
         self._place = f"row{place}"
+        self.clears = 0
 
     @property
     def robot(self) -> str:
@@ -165,6 +177,7 @@ class RowTap:
     def cleared(self, stream: str, reason: str) -> None:
         """All rings of a row are emptied together: once is enough."""
         if stream == self._row.reference.stream.name:
+            self.clears += 1
             self._taker.cleared(self.robot, reason)
 
 

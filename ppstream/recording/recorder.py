@@ -21,6 +21,7 @@ from ppstream.recording.items import (
     Item,
     LoggedLine,
     RecordedRow,
+    RowMark,
     RowTap,
     RowWindow,
     SamplesItem,
@@ -42,8 +43,8 @@ ENVELOPE_INTERVAL_NS: Final = 10 * NS_PER_MS  # in a live view: bring-up may hav
 class Recorder:
     """Copies what the loops tell it, for a recording, a live view, or both.
 
-    ``tap`` and what it attaches belong to the thread that owns the rows, as does ``windows``;
-    ``chunk``, ``line`` and ``record`` may be called from any one other thread each.
+    ``tap`` and what it attaches belong to the thread that owns the rows, as do ``marks`` and
+    ``windows``; ``chunk``, ``line`` and ``record`` may be called from any one other thread each.
 
     Args:
         recording: takes samples, windows, chunks, resets, events and reports.
@@ -112,16 +113,29 @@ class Recorder:
     def cleared(self, robot: str, reason: str) -> None:
         self._put(Cleared(robot, now_ns(), reason, dict(self._counts_of(robot))))
 
+    def marks(self) -> list[RowMark]:
+        """Returns what has come into each row by now, for windows that are told of later."""
+        return [RowMark(tap.clears, dict(self._counts_of(tap.robot))) for tap in self._rows]
+
     def windows(
-        self, at_ns: int, epoch: int, seq: int, phase: str, windows: Sequence[WindowOwner]
+        self,
+        at_ns: int,
+        epoch: int,
+        seq: int,
+        phase: str,
+        windows: Sequence[WindowOwner],
+        marks: Sequence[RowMark] | None = None,
     ) -> None:
-        """One envelope's windows were just cut, one of each row."""
-        for tap, window in zip(self._rows, windows, strict=True):
-            if window.present:
-                robot = tap.robot
+        """One envelope's windows were cut, one of each row: just now, or of what ``marks`` tells.
+
+        A row that was emptied since has no window: its envelope is dropped, and a replay that
+        emptied the row would find nothing to cut it from.
+        """
+        told = zip(self._rows, windows, self.marks() if marks is None else marks, strict=True)
+        for tap, window, mark in told:
+            if window.present and mark.clears == tap.clears:
                 ends = window.episode, window.window_end_ns, window.expires_ns
-                counts = dict(self._counts_of(robot))
-                self._put(RowWindow(robot, at_ns, epoch, seq, phase, *ends, counts))
+                self._put(RowWindow(tap.robot, at_ns, epoch, seq, phase, *ends, mark.samples))
 
     def emitter(self, emitter: Emitter | None) -> Emitter:
         """An emitter that records what it hands on to ``emitter``."""

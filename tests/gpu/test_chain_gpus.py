@@ -15,7 +15,9 @@ import pytest
 import torch
 from ranks import Ranks, assert_no_rank_outlives
 from recorded_runs import played
-from recording_files import made_recording
+from recording_files import made_recording, write_late_recording
+
+from ppstream.recording.repeated_actions import compare_actions
 
 GPUS = torch.cuda.device_count()
 SHAPE = "steps=8, dim=5, horizon=4, action_dim=2"
@@ -114,6 +116,35 @@ def test_kernels_that_wait_and_stamp_give_the_twin_s_actions(stamps, where, dept
     lines = [json.loads(line) for file in files for line in file.read_text().splitlines()]
     told = [line["stamps"] for line in lines if line.get("name") == "link"]
     assert told == ["device" if stamps == "auto" else "events"] * 2
+
+
+ALL_DIMS = (  # actions of every value that a window has
+    "actions.names=['a', 'b', 'c', 'd', 'e']",
+    f"actions.low={[-1.0] * 5}",
+    f"actions.high={[1.0] * 5}",
+    f"policy.options={{{SHAPE.replace('action_dim=2', 'action_dim=5')}}}",
+)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_run_recorded_on_gpus_gives_its_actions_again_bit_for_bit(ranks, tmp_path):
+    """Its policy adds up what it reads: one window more, fewer or of other samples would show.
+
+    One stream comes late: samples that a window would use come while its envelope is under way.
+    """
+    pytest.importorskip("mcap")
+    made, run, same = (
+        tmp_path / "made.mcap",
+        tmp_path / "run.mcap",
+        (*placed("01", 1, 1, 1), *ALL_DIMS),
+    )
+    write_late_recording(made)
+    live = ("pipeline.windows=live", "simulate.c_ms=6", f"record.file={run}")
+    _, drops = actions_of(tmp_path / "live", made, *live, *same, ranks=ranks)
+    actions_of(tmp_path / "again", run, *same, ranks=1)
+    found = compare_actions(run, tmp_path / "again" / "actions.npz")
+    assert found.is_whole, found.text
+    assert found.chunks == len([drop for drop in drops if drop is None]) > 100
 
 
 @pytest.mark.skipif(GPUS < 3, reason=f"three GPUs: {NCCL}")

@@ -7,6 +7,7 @@ import threading
 from base64 import b64decode
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -18,9 +19,17 @@ from recording_files import with_camera
 from robot_rig import MS, make_config, make_rows, wait_until
 
 from ppstream.core.clock import now_ns
+from ppstream.ingest.rows import RowInput
 from ppstream.observe.log_writer import EnvelopeRecord
 from ppstream.recording.item_queue import ItemQueue
-from ppstream.recording.items import Cleared, EnvelopeItem, Item, LoggedLine, SamplesItem
+from ppstream.recording.items import (
+    Cleared,
+    EnvelopeItem,
+    Item,
+    LoggedLine,
+    RowWindow,
+    SamplesItem,
+)
 from ppstream.recording.load import load_recording
 from ppstream.recording.mcap_writer import RecordFile
 from ppstream.recording.recorder import Recorder
@@ -86,6 +95,47 @@ def test_a_frozen_view_costs_the_recording_nothing_and_its_losses_are_told(
     assert second["written"] == len(frozen.items)
     assert load_recording(path).tracks["joints"].stamps_ns.tolist() == [
         number * MS for number in range(1, 42)
+    ]
+
+
+class OwnWindow(NamedTuple):
+    """Of a row that is there."""
+
+    present: bool = True
+    episode: tuple[int, int] = (1, 0)
+    window_end_ns: int = 5 * MS
+    expires_ns: int = 50 * MS
+
+
+def test_a_window_told_of_later_holds_what_had_come_and_none_of_a_row_emptied_since(
+    frozen: Frozen,
+) -> None:
+    frozen.released.set()
+    recorder = Recorder(ItemQueue("recording", frozen.opened, 10**6))
+    rows = make_rows(make_config(rows=2))
+    recorder.tap(rows)
+    for session, row in enumerate(rows, 1):
+        row.open(session)
+        row.robot = f"arm{session}"
+
+    def arrive(row: RowInput, *stamps: int) -> None:
+        for stamp in stamps:
+            row.rings["joints"].append(np.array([stamp]) * MS, np.zeros((1, 3), "f4"), now_ns())
+
+    arrive(rows[0], 1, 2)
+    arrive(rows[1], 1)
+    marks = recorder.marks()
+    arrive(rows[0], 3, 3)  # the second one is refused, and has come
+    rows[1].new_episode()
+    both = [OwnWindow(), OwnWindow()]
+    recorder.windows(now_ns(), 1, 0, "ready", both, marks)
+    recorder.windows(now_ns(), 1, 1, "ready", both)
+    recorder.close()
+    windows = [item for item in frozen.items if isinstance(item, RowWindow)]
+    assert [(window.robot, window.seq, window.samples["joints"]) for window in windows] == [
+        ("arm1", 0, 2),
+        ("arm1", 1, 4),
+        ("arm2", 1, 1),
     ]
 
 

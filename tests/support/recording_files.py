@@ -13,6 +13,7 @@ from stream_cases import MS, Input, config, stream
 
 from ppstream.config.schema import ImageConfig, PipelineConfig, RecordConfig, StreamConfig
 from ppstream.core.clock import now_ns
+from ppstream.recording.items import SamplesItem
 
 S = 1000 * MS
 COUNT = 40
@@ -164,6 +165,25 @@ def picture(height: int, width: int, step: int = 0) -> np.ndarray[Any, Any]:
     waves = 30 * np.sin((x + step) / 5)[..., None] * np.cos(y / 7)[..., None]
     noise = np.random.default_rng(step).normal(0, 4, slopes.shape)
     return np.clip(slopes + waves + noise, 0, 255).astype(np.uint8)
+
+
+def write_late_recording(path: Path, seconds: float = 2.0) -> None:
+    """Two streams of a robot: joints that come at once, and an imu that comes 8 ms late."""
+    from ppstream.recording.mcap_writer import RecordFile
+
+    streams = stream("joints", 3, 500), stream("imu", 2, 200)
+    rng = np.random.default_rng(4)
+    items = []
+    for one, late_ns in zip(streams, (0, 8 * MS), strict=True):
+        for number in range(round(one.rate_hz * seconds)):
+            stamp_ns = S + round(number * S / one.rate_hz) + int(rng.integers(MS))
+            values = rng.uniform(-0.4, 0.4, one.dim).astype(np.float32).tobytes()
+            place = one.name, number, number + 1
+            stamp = np.int64(stamp_ns).tobytes()
+            items.append(SamplesItem("arm", *place, stamp, values, stamp_ns + late_ns))
+    file = RecordFile(path, config(*streams), "made")
+    file.write(sorted(items, key=lambda item: item.received_ns))
+    file.close()
 
 
 def made_recording(path: Path, seconds: float = 0.5) -> Path:

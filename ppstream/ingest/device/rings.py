@@ -127,10 +127,10 @@ class DeviceRings:
             if is_all:
                 return True
 
-    def rehearse(self) -> None:
-        """Send the newest samples again: on the GPU nothing changes."""
+    def rehearse(self) -> bool:
+        """Send the newest samples again: on the GPU nothing changes. Returns as ``ingest``."""
         self.writer.repeat()
-        self.ingest()
+        return self.ingest()
 
     def order(self, stream: torch.cuda.Stream) -> None:
         """Have ``stream``, which orders all windows, wait until what was sent can be used."""

@@ -106,10 +106,9 @@ class DeviceWindow:
         self._is_fixed = self._is_scheduled = True
         return True
 
-    def rehearse(self) -> None:
-        """Do what it takes to send samples, and change nothing."""
-        if not self._is_scheduled:
-            self.rings.rehearse()
+    def rehearse(self) -> bool:
+        """Do what it takes to send samples, and change nothing; returns as ``ingest``."""
+        return self._is_scheduled or self.rings.rehearse()
 
     def prepare(self, tensors: Mapping[str, Tensor]) -> None:
         """Record the graph that writes this slot; to be done for each before a link opens."""
@@ -180,10 +179,20 @@ class DeviceWindow:
             raise ProtocolError(f"window {self._taken} is not complete, {self._queued} are queued")
         self._taken += 1
         limit = self._rows if self._limits is None else int(self._limits[index])
-        if (used := (self._numbers[index, 1], limit)) != self._used:
+        if (used := (int(self._numbers[index, 1]), limit)) != self._used:
             words = self._kernels.records[index, cuda_rings.RECORD_WORDS :].tolist()
             self._used, self._made_of = used, self._book.account(words, limit)
         return self._made_of
+
+    @property
+    def table(self) -> int:
+        """Number of the table, as ``DeviceRings.sequence`` counts, of the newest window popped."""
+        return self._used[0]
+
+    @property
+    def is_idle(self) -> bool:
+        """True when every window that was queued has been popped."""
+        return self._taken == self._queued
 
     def statistics(self) -> Statistics:
         return Statistics(self._queued, self.rings.sequence, self.rings.refused)

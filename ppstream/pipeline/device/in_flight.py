@@ -269,6 +269,7 @@ class InFlight:
         """
         one = self._oldest
         one.passed = passed = Passed(*self._clock.all_past_ns(one.marks))
+        one.flight.record.tA0 = passed.a0  # until it is settled
         self._finished += 1
         self._oldest = self._all[self._finished % len(self._all)]
         if self._finished < self._queued:

@@ -6,6 +6,7 @@ Rings are read when the device comes to it, however far ahead the host runs.
 
 from __future__ import annotations
 
+from collections import deque
 from typing import TYPE_CHECKING, Final, Protocol
 
 import torch
@@ -16,7 +17,7 @@ from ppstream.cuda.linear_graph import CapturedPart
 from ppstream.ingest.device.window import DeviceWindow
 from ppstream.links.headers import FAILED, EnvelopeStatus
 from ppstream.pipeline.flight import Owner, RowNames, name_rows, names_of
-from ppstream.pipeline.stage_a import StageA
+from ppstream.pipeline.stage_a import StageA, tell_of_windows
 from ppstream.policy.compiled import compiled_parts
 from ppstream.policy.unwritten import failure
 
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
     from ppstream.pipeline.device.stage_b import DeviceStageB
     from ppstream.pipeline.flight import Flight
     from ppstream.policy.batch_sizes import BatchSizes
+    from ppstream.recording.items import RowMark
+    from ppstream.recording.recorder import Recorder
 
 
 #: Of an envelope that is expected a rehearsal begins: from cold caches it takes some 0.3 ms.
@@ -48,9 +51,11 @@ class DeviceStageA(Protocol):
         front: the policy's parts at place 0; None: there are none.
         front_ns: how long they take on the device.
         nodes: kernels, copies and memsets that it queues; None: not known.
+        recorder: told of every window.
     """
 
     intake: Intake
+    recorder: Recorder | None
 
     @property
     def front(self) -> DeviceFrontParts | None: ...
@@ -87,7 +92,7 @@ class DeviceStageA(Protocol):
 
     def settle(self, flight: Flight) -> None:
         """The envelope is complete, those before it were settled: fill the flight's owners and
-        their names, its arrival and input ages, and book what it used.
+        their names, its arrival and input ages, book what it used, and record it.
         """
 
 
@@ -177,6 +182,8 @@ class RingWindows:
         front: what follows the window; prepared.
     """
 
+    recorder: Recorder | None = None
+
     def __init__(
         self,
         config: PipelineConfig,
@@ -194,6 +201,7 @@ class RingWindows:
         self._made_of: TakenWindow | None = None  # the newest, and whose its rows are
         self._owners: list[Owner] = []
         self._names: RowNames
+        self._marks: deque[tuple[int, Sequence[RowMark]]] = deque()  # of tables, for the recorder
 
     @property
     def intake(self) -> Intake:
@@ -227,10 +235,22 @@ class RingWindows:
         return None if self.front.nodes is None else self._window.nodes + self.front.nodes
 
     def ingest(self, now_ns: int) -> bool:
-        return self._window.ingest(now_ns)
+        is_all = self._window.ingest(now_ns)
+        if is_all and self.recorder is not None:
+            self._mark(self.recorder)
+        return is_all
 
     def rehearse(self) -> None:
-        self._window.rehearse()
+        if self._window.rehearse() and self.recorder is not None:
+            self._mark(self.recorder)
+
+    def _mark(self, recorder: Recorder) -> None:
+        """Note what has come by the newest table, which tells of it all."""
+        if self._window.is_idle:
+            self._marks.clear()
+        table = self._window.rings.sequence
+        if not self._marks or self._marks[-1][0] != table:
+            self._marks.append((table, recorder.marks()))
 
     def graph(self, slot: DeviceSlot) -> GraphPart | None:
         if self.front is not None:
@@ -246,6 +266,8 @@ class RingWindows:
     ) -> int:
         if ends_ns[0] is not None:
             self._window.ingest(now_ns(), ends_ns)
+            if self.recorder is not None:
+                self._mark(self.recorder)
         front = self.front
         tensors = (slot if front is None else front.window).tensors
         rows = None if front is None else front.rows_for(self.intake.rows)
@@ -261,6 +283,16 @@ class RingWindows:
         flight.record.input_age_ns = taken.info.input_age_ns
         flight.owners = self._owners
         name_rows(flight, self._names)
+        if self.recorder is not None:
+            self._tell(self.recorder, flight)
+
+    def _tell(self, recorder: Recorder, flight: Flight) -> None:
+        """Record the window, unless it ran when a part of what had come was still to be sent."""
+        marks, table = self._marks, self._window.table
+        while marks and marks[0][0] < table:
+            marks.popleft()
+        if marks and marks[0][0] == table:
+            tell_of_windows(recorder, flight, marks[0][1])
 
 
 class AwaitedWindows(StageA):
@@ -298,6 +330,15 @@ class AwaitedWindows(StageA):
     def intake(self, intake: Intake) -> None:
         self._windows.intake = intake
 
+    @property
+    def recorder(self) -> Recorder | None:
+        """As ``RingWindows``."""
+        return self._windows.recorder
+
+    @recorder.setter
+    def recorder(self, recorder: Recorder | None) -> None:
+        self._windows.recorder = recorder
+
     def take_in(self) -> None:
         """As ``StageA``: less is left to be sent when a window is due."""
         self._windows.ingest(now_ns())
@@ -320,7 +361,6 @@ class AwaitedWindows(StageA):
     def settle(self, flight: Flight) -> None:
         """As ``StageA``; once for each ``build``, at any time before the next one."""
         self._windows.settle(flight)
-        self.tell_recorder(flight)
 
 
 def taken_owners(taken: TakenWindow, lease_ns: int) -> list[Owner]:

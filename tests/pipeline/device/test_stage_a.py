@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partialmethod
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,20 +30,42 @@ LEASE = 60_000_000_000
 
 
 class Windows:
-    """Complete ones, one after the other; keeps for how many rows each was queued."""
+    """Complete ones, one after the other; keeps for how many rows each was queued.
+
+    Each ingest sends a table, ``sent_whole`` says whether it told of all; a window goes by the one
+    that was the newest when it was queued.
+    """
+
+    sent_whole = True
 
     def __init__(self, *taken: TakenWindow, is_limited: bool = False) -> None:
         self._taken = list(taken)
         self.is_limited = is_limited
         self.queued: list[int | None] = []
+        self.rings = SimpleNamespace(sequence=0)
+        self._tables: list[int] = []
+        self.table = -1
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._tables
+
+    def ingest(self, now_ns: int) -> bool:
+        self.rings.sequence += 1
+        return self.sent_whole
+
+    rehearse = partialmethod(ingest, 0)
 
     def prepare(self, tensors: Any) -> None:
         """Nothing is recorded."""
 
     def enqueue(self, tensors: Any, stream: Any, launch: Any, rows: int | None) -> None:
         self.queued.append(rows)
+        self._tables.append(self.rings.sequence)
 
     def pop(self) -> TakenWindow:
+        if self._tables:
+            self.table = self._tables.pop(0)
         return self._taken.pop(0)
 
 
@@ -86,6 +109,58 @@ def test_windows_of_one_table_share_what_is_known_and_others_do_not(settle: Any)
     assert second.record.window_end_ns == [100, 0]
     assert third.owners[0] == Owner(True, (7, 1), 120, 120 + LEASE, 60)
     assert third.record.window_end_ns == [120, 0]
+
+
+class Recorded:
+    """Tells marks of how many calls came so far; keeps what windows were told of."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[int, list[int]]] = []
+        self.marked = 0
+
+    def marks(self) -> list[int]:
+        self.marked += 1
+        return [self.marked]
+
+    def windows(
+        self, at_ns: int, epoch: int, seq: int, phase: str, owners: Any, marks: Any
+    ) -> None:
+        assert (at_ns, owners[0].window_end_ns) == (1000 + seq, 100)
+        self.told.append((seq, marks))
+
+
+def test_a_recorder_is_told_what_had_come_by_the_table_of_each_window(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    windows = Windows(*[taken(100, (50, 80))] * 5)
+    monkeypatch.setattr(stage_a, "DeviceWindow", lambda *_, **more: windows)
+    stage: Any = RingWindows(small_config("batch.rows=2"), (), torch.device("cpu"), None)  # type: ignore[arg-type]
+    stage.intake = SimpleNamespace(rows=(), banks={})
+    stage.recorder = recorder = Recorded()
+    slot: Any = SimpleNamespace(tensors={})
+
+    def enqueue(*numbers: int) -> None:
+        for number in numbers:
+            stage.enqueue(flights[number], slot, (None, None))
+
+    flights = [Flight(n, 0, n, EnvelopeRecord()) for n in range(5)]
+    for flight in flights:
+        flight.record.tA0 = 1000 + flight.seq
+    for _ in range(3):
+        stage.ingest(0)
+    enqueue(0, 1)
+    stage.rehearse()
+    stage.ingest(0)
+    enqueue(2)
+    windows.sent_whole = False  # a table that tells of a part of what has come
+    stage.ingest(0)
+    enqueue(3)
+    windows.sent_whole = True
+    stage.ingest(0)
+    enqueue(4)
+    for flight in flights:
+        stage.settle(flight)
+    assert recorder.told == [(0, [3]), (1, [3]), (2, [5]), (4, [6])]
 
 
 ROWS = 4
