@@ -41,6 +41,7 @@ from ppstream.config.run_tables import ViewConfig as ViewConfig
 
 CHANNELS: Final = 3  # of a frame: red, green, blue
 RING_MARGIN: Final = 2.0  # a stream may run at twice its nominal rate before a ring is too short
+RING_SPARE_REQUESTS: Final = 8  # of cameras: more than a robot has under way
 RING_SPARE_SAMPLES: Final = 16  # of very slow streams: a few samples whatever the arithmetic says
 
 
@@ -375,9 +376,12 @@ class PipelineConfig(Table, frozen=True):
         A window reaches back over its span and one bracket of at most ``max_gap_ms`` (of cubics one
         more); the stream may be ahead of the reference stream by what still counts as fresh,
         ``max_age_ms``.
-        Of a camera the newest frames alone are used.
+        Of a camera the newest frames alone are used. Where both it and the reference stream come
+        with requests, it is ahead by those under way: a few, however often a robot may ask.
         """
         if stream.image is not None:
+            if stream.is_on_request and self.reference.is_on_request:
+                return RING_SPARE_REQUESTS + stream.image.frames
             ahead = math.ceil(RING_MARGIN * stream.most_hz * stream.max_age_ms / 1000)
             return RING_SPARE_SAMPLES + stream.image.frames + ahead
         reach_ms = self.window_span_ms + stream.bracket_ms + stream.max_age_ms

@@ -228,6 +228,16 @@ def test_ring_holds_window_gap_and_lead_at_twice_the_nominal_rate() -> None:
     assert plain.ring_samples(plain.streams[1]) == 116
 
 
+def test_a_camera_on_request_holds_few_frames_where_the_window_s_end_comes_with_it() -> None:
+    on_request = {"rate_hz": None, "max_request_hz": 100.0}
+    camera = {f"streams__2__{name}": value for name, value in on_request.items()} | FILMED
+    asked = config(**camera, **{f"streams__0__{name}": value for name, value in on_request.items()})
+    assert asked.reference.is_on_request
+    assert asked.ring_samples(asked.streams[2]) == 9
+    pushed = config(**camera)  # a camera may be ahead of it by 200 ms, twice, and 16
+    assert pushed.ring_samples(pushed.streams[2]) == 17 + 40
+
+
 def test_a_stream_on_request_is_sized_by_its_most_requests_and_may_have_any_gap() -> None:
     asked = {"rate_hz": None, "max_request_hz": 1000.0, "max_gap_ms": 0.1}
     changes = {f"streams__0__{name}": value for name, value in asked.items()}
