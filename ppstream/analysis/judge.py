@@ -73,7 +73,6 @@ def judge(
     *,
     profile: str = "bringup",
     phase: str | None = None,
-    with_service: bool = True,
     period_budget_ns: int | None = None,
     latency_budget_ns: int | None = None,
 ) -> RunReport:
@@ -83,7 +82,6 @@ def judge(
         run: its records.
         profile: ``bringup`` asks for safety and overlap, ``release`` for every limit.
         phase: to be judged; default: bring-up if there is any, else all but warming and draining.
-        with_service: False for the gate; else service of an earlier generation counts, too.
         period_budget_ns: largest mean period of a release.
         latency_budget_ns: largest p99 of its latency (maximum below 1000 envelopes).
 
@@ -93,7 +91,7 @@ def judge(
     evidence = _evidence(run, window := select_window(run, phase))
     gate = _gate(run, profile, (period_budget_ns, latency_budget_ns))
     queues = queue_maxima(e for e in run.envelopes if e.phase in window.phases)
-    service = _service(run) if with_service else None
+    service = _service(run)
     report = _report(_findings(evidence, gate, queues, service), queues, service)
     return replace(report, sentence=sentence(report), figures=figures(report))
 

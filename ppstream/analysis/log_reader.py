@@ -40,16 +40,26 @@ def find_runs(folder: Path) -> list[Path]:
     return sorted(runs, key=lambda run: (_created(run), run.name))
 
 
-def read_run(folder: Path) -> RunLog:
+def read_run(folder: Path, generation: int | None = None) -> RunLog:
     """Read one run's ``run.json`` and rank files, finished or not.
+
+    Args:
+        folder: the run's.
+        generation: only the rank files of this start, and none of a gateway, which counts its own
+            starts; None: every file.
 
     Raises:
         LogError: a file is not readable, not in this format, or broken before its last line.
     """
     manifest = read_manifest(folder)
-    files = log_files(folder)
+    files = {
+        path: name
+        for path, name in log_files(folder).items()
+        if generation in (None, name.generation)
+    }
     ranks = {name.rank for name in files.values()}
-    files |= _files(folder, _GATEWAY_NAME)
+    if generation is None:
+        files |= _files(folder, _GATEWAY_NAME)
     missing = tuple(rank for rank in range(ranks_of(manifest)) if rank not in ranks)
     torn: list[str] = []
     run = parse_run(

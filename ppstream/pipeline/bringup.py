@@ -162,10 +162,13 @@ def log_machine(rank0: Rank0Loop, meter: MachineMeter) -> None:
 
 
 def gate(rank0: Rank0Loop, run: Run) -> None:
-    """Judge what was logged so far, with the function that the report uses."""
+    """Judge what this start has logged so far, with the function that the report uses.
+
+    Hours of service before a restart stand in the same folder: robots hold while this reads.
+    """
     rank0.log.flush()
     try:
-        report = judge(read_run(run.directory), profile="bringup", with_service=False)
+        report = judge(read_run(run.directory, rank0.log.generation), profile="bringup")
     except LogError:
         check_disk(rank0, run)
         raise
