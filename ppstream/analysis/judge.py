@@ -23,6 +23,7 @@ from ppstream.analysis.period_model import deeper, limiting_term, period, window
 from ppstream.analysis.place_table import better_cut, place_rows
 from ppstream.analysis.records import ENVELOPES, TOTAL, Envelope, Json, RunLog
 from ppstream.analysis.requests import requests_of, streams_on_request
+from ppstream.analysis.robot_states import longest_held
 from ppstream.analysis.run_report import OldestAction, PolicySeen, RunReport, ServiceReport
 from ppstream.analysis.run_statistics import (
     HARMLESS,
@@ -64,7 +65,7 @@ SERVING: Final = (READY, "degraded")  # with fewer replicas than there were
 SLOWER: Final = 2.0  # a stage's time in service over bring-up's
 SLOWER_NS: Final = 1_000_000  # and at least so much more
 COMPARED_MIN: Final = 5  # envelopes of each: a slow service has few
-HELD_MAX: Final = 0.10  # of the service
+HELD_MAX: Final = 0.10  # of the service, by one robot in all its sessions
 DROPPED_MAX: Final = 0.10  # of its envelopes
 
 
@@ -338,11 +339,11 @@ def _service_reasons(run: RunLog, ready: list[Envelope]) -> dict[str, str]:
     began = min((e.tA0 for e in ready if e.tA0 is not None), default=None)
     ended = max((e.tEmit for e in ready if e.tEmit is not None), default=None)
     lasted_ns = ended - began if began is not None and ended is not None else 0
-    worst = max(run.robot_states, key=lambda robot: robot.held_ns or 0, default=None)
-    if worst is not None and 0 < HELD_MAX * lasted_ns < (held_ns := worst.held_ns or 0):
+    worst = longest_held(run.robot_states)
+    if worst is not None and 0 < HELD_MAX * lasted_ns < worst.held_ns:
         found["SERVICE_HELD"] = (
-            f"robot {worst.name} held {min(1.0, held_ns / lasted_ns):.0%} of the time, "
-            f"{worst.faults or 0} faults" + (f", the newest: {worst.fault}" if worst.fault else "")
+            f"robot {worst.name} held {min(1.0, worst.held_ns / lasted_ns):.0%} of the time, "
+            f"{worst.faults} faults" + (f", the newest: {worst.fault}" if worst.fault else "")
         )
     lost = [e.drop for e in ready if e.drop is not None and e.drop not in HARMLESS]
     if len(lost) > DROPPED_MAX * len(ready):

@@ -32,6 +32,7 @@ from ppstream.analysis.records import (
     header_words,
 )
 from ppstream.analysis.requests import GatewayTotals, WindowRequests
+from ppstream.analysis.robot_states import RobotStates
 from ppstream.core.errors import LogError
 from ppstream.core.quantiles import BINS
 
@@ -96,7 +97,7 @@ def parse_run(
         ledgers=tuple(part for (at, _), part in found.ledgers.items() if at == newest),
         envelope_ledgers=tuple(found.books),
         rule_counts=found.rule_counts.get(newest),
-        robot_states=tuple(found.states.values()),
+        robot_states=found.states.by_session(),
         first_waits_ns=tuple(found.window_requests.first_waits_ns.values()),
         unbelievable=found.unbelievable,
         strangers=tuple(found.strangers),
@@ -125,7 +126,7 @@ class _Sorted:
         self.ledgers: dict[tuple[int, str], Ledger] = {}
         self.books: list[EnvelopeLedger] = []
         self.rule_counts: dict[int, RuleCounts] = {}  # by generation
-        self.states: dict[tuple[int, int], RobotStateLine] = {}
+        self.states = RobotStates()
         self.memory: list[MemoryLine] = []
         self.requests = GatewayTotals()
         self.unbelievable = self.ignored = 0
@@ -180,7 +181,6 @@ class _Sorted:
         self.oldest_ns = max(self.oldest_ns, oldest_ns or 0)
 
     def _robot_state(self, line: LogLine) -> None:
-        """The newest one of a session stands for all: its counts go on."""
         found = line.fields
         session = int_of(found, "session", line.where)
         counts = {name: int_of(found, name, line.where) for name in _ROBOT_COUNTS}
@@ -190,7 +190,7 @@ class _Sorted:
         texts = (text_of(found.get(name)) for name in ("fault", "robot"))
         fault, robot = (shown(text) if text else None for text in texts)
         state = RobotStateLine(session or 0, fault=fault, robot=robot, **counts)
-        self.states[line.generation, state.session] = state
+        self.states.add(line.generation, int_of(found, "t", line.where), state)
 
     def _ledger(self, line: LogLine) -> None:
         if "actions" in line.fields:

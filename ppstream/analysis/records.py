@@ -419,7 +419,7 @@ class RobotStateLine(NamedTuple):
 
     session: int
     holds: int | None  # times it began to hold
-    held_ns: int | None
+    held_ns: int | None  # in a ``RunLog`` without what the session before told of the same hold
     faults: int | None
     fault: str | None  # the newest one
     chunk_gap_ns: int | None  # longest time between two chunks

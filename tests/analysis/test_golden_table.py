@@ -32,6 +32,7 @@ from faulty_runs import (
     robot,
     said,
     served,
+    sessions,
     slow_service,
     swapped,
     taken_out,
@@ -228,6 +229,15 @@ TABLE: dict[str, Case] = {
         lambda: served(stages(b=65)).tell(robot(held_ns=ms(5200), faults=145, fault="lease")),
         "FAIL SERVICE_SLOWER SERVICE_HELD",
         {"says": "held 67% of the time, 145 faults, the newest: lease"}),
+    "held in ten sessions": (
+        lambda: served(SLOW_INPUT).tell(*sessions([(1e4 + 480 * k, 432) for k in range(1, 11)])),
+        "INCONCLUSIVE SERVICE_HELD", {"says": "robot arm (10 sessions) held 90% of the time, 1 f"}),
+    "two robots, each held for less": (
+        lambda: served(SLOW_INPUT).tell(*sessions([(1e4, 432)]), *sessions([(1e4, 432)], 6, "leg")),
+        "PASS"),
+    "one hold that outlasts sessions": (
+        lambda: served(SLOW_INPUT).tell(*sessions([(1e4 + 45 * k, 45 * k) for k in range(1, 11)])),
+        "PASS", {"service.robots.9.held_ns": ms(45)}),
     "six slow envelopes": (lambda: served(stages(b=800), n=6), "INCONCLUSIVE SERVICE_SLOWER"),
     "service 1.9 times slower": (lambda: served(stages(b=19)), "PASS"),
     "thrice of next to nothing": (

@@ -64,6 +64,14 @@ def robot(**fields: Any) -> Fields:
     return {"kind": "robot_state", "session": 5, "t": 1} | counts | fields
 
 
+def sessions(told: Sequence[tuple[float, float]], first: int = 5, name: str = "arm") -> list[Any]:
+    """Accounts of one robot's sessions: when the newest one came, and what it held, in ms."""
+    return [
+        robot(session=first + k, robot=name, t=ms(t), held_ns=ms(held), faults=int(not k))
+        for k, (t, held) in enumerate(told)
+    ]
+
+
 def dropped(golden: GoldenRun, every: int, *reasons: str) -> GoldenRun:
     """All but each ``every``-th envelope is dropped, for these reasons in turn."""
     for k, (line, reason) in enumerate(zip(golden.lines, cycle(reasons), strict=False)):
