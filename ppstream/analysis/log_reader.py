@@ -22,6 +22,8 @@ MANIFEST: Final = "run.json"
 EXITS: Final = "exit.json"
 #: ``rank0.gen0.jsonl``; anything between generation and suffix is a part of the same log.
 _LOG_NAME: Final = re.compile(r"rank(\d+)\.gen(\d+)(?:\..+)?\.jsonl")
+#: Beginnings of a line that was not written to its end: after a power cut zeros may stand there.
+_TORN: Final = ("{", "\0")
 _GATEWAY_NAME: Final = re.compile(r"gateway()\.gen(\d+)\.jsonl")  # a file for each start
 
 
@@ -126,7 +128,7 @@ def _exits(path: Path) -> Json:
 
 
 def _lines(path: Path, rank: int, generation: int, torn: list[str]) -> Iterator[LogLine]:
-    """The file's lines, one at a time; ``torn`` collects those begun as an object, never ended."""
+    """The file's lines, one at a time; ``torn`` collects those not written to their end."""
     try:
         with path.open("rb") as file:
             for number, data in enumerate(file, start=1):
@@ -144,7 +146,7 @@ def _line(row: str, rank: int, generation: int, where: str, torn: list[str]) -> 
     try:
         fields = _object(row, where)
     except LogError:
-        if row.startswith("{"):
+        if row.startswith(_TORN):
             torn.append(where)
             return None
         raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
@@ -45,11 +46,37 @@ def test_line_torn_inside_a_character_or_by_a_full_disk_is_only_one_line(tmp_pat
     assert len(judge(run).window.segments) == 2
 
 
-def test_text_that_is_no_log_is_refused_with_its_place(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("torn", "seqs"),
+    [
+        (lambda lines: [*lines, b"\0" * 300], 330),
+        (lambda lines: [*lines, b'{"kind":"enve' + b"\0" * 300], 330),
+        (lambda lines: [*lines[:90], b"\0" * 300 + lines[90][100:], *lines[91:]], 329),
+        (lambda lines: [b"\0" * 4096], 0),
+    ],
+    ids=["behind the last line", "in the last line", "in the middle", "of nothing else"],
+)
+def test_zeros_that_a_power_cut_leaves_are_a_torn_line(
+    torn: Callable[[list[bytes]], list[bytes]], seqs: int, tmp_path: Path
+) -> None:
+    """A file system keeps the new length, and not yet what was written."""
+    simulate().write(tmp_path)
+    log = tmp_path / "rank0.gen0.jsonl"
+    lines = log.read_bytes().rstrip().split(b"\n")
+    log.write_bytes(b"\n".join(torn(lines)))
+    run = read_run(tmp_path)
+    assert (run.torn_lines, len(run.envelopes)) == (1, seqs)
+    report = judge(run)
+    assert sentence(report, "1 torn log line")
+    assert report.exit_code == (HEALTHY if seqs else INCONCLUSIVE)
+
+
+@pytest.mark.parametrize("text", [b"Segmentation fault\n", b"\0\0\x01\0\n\x7f\0\n"])
+def test_what_is_no_log_is_refused_with_its_place(text: bytes, tmp_path: Path) -> None:
     simulate(n=12).write(tmp_path)
-    with (tmp_path / "rank0.gen0.jsonl").open("a") as log:
-        log.write("Segmentation fault\n")
-    with pytest.raises(LogError, match=r"rank0.gen0.jsonl:14: not JSON"):
+    with (tmp_path / "rank0.gen0.jsonl").open("ab") as log:
+        log.write(text)
+    with pytest.raises(LogError, match=r"rank0.gen0.jsonl:1[45]: not JSON"):
         read_run(tmp_path)
 
 
