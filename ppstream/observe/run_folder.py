@@ -63,10 +63,10 @@ class Run:
         try:
             run.directory.mkdir(mode=DIRECTORY_MODE, parents=True)
             run.hold()
+            _prune(root, keep)
             _point_latest(root, run.directory)
         except OSError as error:
             raise _cannot_write(root, error) from error
-        _prune(root, keep)
         return run
 
     @classmethod
@@ -138,9 +138,11 @@ class Run:
 
         Raises as ``describe``.
         """
+        before = map(_number, _runs(self.directory.parent))
         self.describe(
             schema=SCHEMA,
             run_id=self.run_id,
+            number=_number(self.directory) or 1 + max(before, default=0),
             created_utc=utc_now(),
             finished_utc=None,
             exit_code=None,
@@ -186,10 +188,14 @@ class Run:
             path = self.directory / "exit.json"
             end = {"code": int(code), "name": code.name, "reason": reason, "t": utc_now()}
             end["generation"] = generation
-            _write(path, _read(path) | {str(rank): end})
+            before = {other: end for other, end in _read(path).items() if other != str(rank)}
+            _write(path, before | {str(rank): end})
 
     def ends(self) -> dict[str, dict[str, Any]]:
-        """Returns the ends of this host's ranks so far, by rank; empty where none were recorded."""
+        """Returns the ends of this host's ranks so far, by rank, in the order they were recorded.
+
+        Empty where none were.
+        """
         return _read(self.directory / "exit.json")
 
     def first_to_fail(self, generation: int) -> tuple[int, dict[str, Any]] | None:
@@ -197,15 +203,14 @@ class Run:
 
         One that left because another was lost, or had said why it leaves, is never it.
         """
-        failed = [
-            (end["t"], int(rank), end)
+        failed = (
+            (int(rank), end)
             for rank, end in self.ends().items()
             if end["code"] not in (ExitCode.DRAINED, ExitCode.PEER_LOST)
             and not end["reason"].startswith(OTHER_LEFT)
-        ]
-        failed = [found for found in failed if found[2].get("generation") == generation]
-        _, rank, end = min(failed, default=(None, -1, {}), key=lambda found: (found[0], found[1]))
-        return (rank, end) if end else None
+            and end.get("generation") == generation
+        )
+        return next(failed, None)
 
     def failed_before(self, rank: int, generation: int) -> tuple[int, PeerLeftError] | None:
         """The rank that failed first, and how it left; None if that is ``rank`` itself, or none."""
@@ -261,14 +266,21 @@ def _point_latest(root: Path, directory: Path) -> None:
 
 
 def _runs(root: Path) -> list[Path]:
-    """Run folders, oldest first (names begin with the time)."""
-    folders = (path.parent for path in root.glob("*/run.json"))
-    return sorted(folder for folder in folders if not folder.is_symlink())
+    """Run folders, oldest first: by the number that each got, as the clock may have stood wrong."""
+    folders = [path.parent for path in root.glob("*/run.json") if not path.parent.is_symlink()]
+    return sorted(folders, key=lambda folder: (_number(folder), folder.name))
+
+
+def _number(directory: Path) -> int:
+    """Counts the runs of a root; 0: not begun yet, or by an older version."""
+    number = _read(directory / "run.json").get("number")
+    return number if isinstance(number, int) else 0
 
 
 def _prune(root: Path, keep: int) -> None:
-    """Delete the oldest runs beyond ``keep``; those that go on are left alone."""
-    runs = _runs(root)
+    """Delete the oldest runs beyond ``keep``; those that go on, and ``latest``, are left alone."""
+    latest = (root / "latest").resolve().name
+    runs = sorted(_runs(root), key=lambda run: run.name == latest)
     for old in runs[: max(0, len(runs) - keep)]:
         with suppress(OSError):  # another rank's prune was faster, or it is another user's
             folder = os.open(old, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

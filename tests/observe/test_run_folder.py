@@ -41,12 +41,17 @@ def end(run: Run) -> None:
                 os.close(int(held.name))
 
 
-def over(root: Path, keep: int = 20, *, age: int = 0, **fields) -> Run:
-    """A run whose ranks have ended; of a higher age, it is the older one."""
+def over(root: Path, keep: int = 20, *, year: int | None = None, **fields) -> Run:
+    """A run whose ranks have ended; ``year`` by the clock of its host, if that stood wrong."""
     run = begin(root, keep)
     run.describe(**fields)
     end(run)
-    return Run(run.directory.rename(root / f"{2099 - age}0101T000000-{run.run_id[-6:]}"))
+    if year is None:
+        return run
+    named = Run(run.directory.rename(root / f"{year}0101T000000-{run.run_id[-6:]}"))
+    (root / "latest").unlink()
+    (root / "latest").symlink_to(named.run_id)
+    return named
 
 
 def names(root: Path) -> set[str]:
@@ -57,6 +62,33 @@ def test_only_the_newest_runs_are_kept(tmp_path):
     runs = [over(tmp_path, keep=3) for _ in range(6)]
     assert len(names(tmp_path)) == 4  # three old ones and the one just begun
     assert runs[-1].directory.name in names(tmp_path)
+
+
+def test_a_clock_that_stood_wrong_makes_no_run_older_or_newer(tmp_path):
+    years = (2099, None, 2000, None, None, 1970)
+    runs = [over(tmp_path, keep=3, year=year) for year in years]
+    assert names(tmp_path) == {run.directory.name for run in runs[-4:]}
+    begin(tmp_path)
+    assert runs[-1].directory.name in names(tmp_path)
+
+
+def test_latest_is_kept_beside_runs_whose_order_nobody_counted(tmp_path):
+    """Runs of an older version: their names are all there is, but for the link."""
+    for year in (2097, 2098, 2000):
+        (over(tmp_path, year=year).directory / "run.json").write_text("{}")
+    latest = (tmp_path / "latest").readlink().name
+    assert latest.startswith("2000")
+    begin(tmp_path, keep=2)
+    assert latest in names(tmp_path)
+    assert not any(name.startswith("2097") for name in names(tmp_path))
+
+
+def test_a_start_behind_the_first_leaves_its_run_as_old_as_it_is(tmp_path):
+    again, other = over(tmp_path), over(tmp_path)
+    again.begin(config={"name": "x"}, config_sha256="0", versions={"ppstream": "0"})
+    over(tmp_path, keep=1)
+    assert again.directory.name not in names(tmp_path)
+    assert other.directory.name in names(tmp_path)
 
 
 HOLD = """
@@ -71,7 +103,7 @@ time.sleep(60)
 
 def test_a_run_that_goes_on_is_not_deleted_and_one_that_was_killed_is(tmp_path):
     """Two pipelines with one folder: twenty restarts of one leave the other's log alone."""
-    first = over(tmp_path, age=9)
+    first = over(tmp_path)
     command = [sys.executable, "-c", HOLD, str(first.directory)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as rank:
         assert rank.stdout.readline() == "holds\n"
@@ -85,8 +117,8 @@ def test_a_run_that_goes_on_is_not_deleted_and_one_that_was_killed_is(tmp_path):
 
 
 def test_a_run_that_its_launcher_may_be_starting_anew_is_not_deleted(tmp_path):
-    between = over(tmp_path, age=9, launcher_restarts=3)  # this process's parent lives
-    ended = over(tmp_path, age=8, launcher_restarts=3, launcher_start=1)
+    between = over(tmp_path, launcher_restarts=3)  # this process's parent lives
+    ended = over(tmp_path, launcher_restarts=3, launcher_start=1)
     over(tmp_path, keep=1)
     over(tmp_path, keep=1)
     assert between.directory.name in names(tmp_path)
@@ -188,6 +220,16 @@ def test_ranks_that_end_at_the_same_moment_all_stand_in_exit_json(tmp_path):
     ends = json.loads((run.directory / "exit.json").read_text())
     assert sorted(ends, key=int) == [str(rank) for rank in range(16)]
     assert ends["3"]["name"] == "DRAINED"
+
+
+@pytest.mark.parametrize("ranks", [(0, 1), (1, 0)])
+def test_who_failed_first_does_not_depend_on_a_clock_that_is_set_back(tmp_path, monkeypatch, ranks):
+    run, clock = begin(tmp_path), iter(("2026-11-27T20:00:00", "2000-01-01T00:00:00"))
+    run.record_exit(ranks[1], ExitCode.PEER_LOST, "gone", generation=0)
+    monkeypatch.setattr("ppstream.observe.run_folder.utc_now", lambda: next(clock))
+    for rank in ranks:
+        run.record_exit(rank, ExitCode.WATCHDOG, "stuck", generation=1)
+    assert run.first_to_fail(1)[0] == ranks[0]
 
 
 def test_folder_that_cannot_be_written_is_a_configuration_error(tmp_path):
