@@ -7,7 +7,6 @@ the log's last events. A run does not notice it beyond the requests.
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 import time
 from collections import deque
@@ -23,8 +22,9 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from ppstream.analysis.log_reader import log_files
 from ppstream.core.clock import NS_PER_S, now_ns
-from ppstream.core.errors import ConfigError
+from ppstream.core.errors import ConfigError, LogError
 from ppstream.observe.run_folder import EventLog, events_in
 from ppstream.wire.http_answer import HTTP_OK, get_whole
 from ppstream.wire.robot_messages import SERVING
@@ -66,22 +66,23 @@ class RankMetrics:
 
 
 def endpoints(folder: Path) -> dict[int, int]:
-    """Ports of the ranks' metrics, by rank, as the newest generation logged them.
+    """Ports of the ranks' metrics here, by rank, as the newest generation logged them.
 
     Raises:
         ConfigError: no rank has logged one.
     """
+    try:
+        logs = log_files(folder)
+    except LogError as error:
+        raise ConfigError([f"{folder}: no run here; start one, or give its folder"]) from error
     ports: dict[int, tuple[int, int]] = {}
-    for path in folder.glob("rank*.gen*.jsonl"):
+    for path, (rank, generation) in logs.items():
         with path.open("rb") as file:
             lines = file.read(HEAD_BYTES)
-        rank, generation = map(int, re.findall(r"\d+", path.name)[:2])
         for event in events_in(lines):
             if event["name"] == "metrics":
                 found = generation, int(event["port"])
                 ports[rank] = max(ports.get(rank, found), found)
-    if not folder.is_dir():
-        raise ConfigError([f"{folder}: no run here; start one, or give its folder"])
     if not ports:
         raise ConfigError(
             [f"{folder}: no rank serves metrics; start the run with --set metrics.port=0"]
@@ -106,11 +107,16 @@ def read(port: int) -> RankMetrics:
 
 
 class Events:
-    """The newest events of rank 0's log, for people."""
+    """The newest events of rank 0's log, for people; without it, of the first rank's on this host.
+
+    Raises:
+        ValueError: the folder has no log.
+    """
 
     def __init__(self, folder: Path) -> None:
-        logs = sorted(folder.glob("rank0.gen*.jsonl"), key=lambda path: path.stat().st_mtime)
-        self._log = EventLog(logs[-1], TAIL_BYTES)
+        logs = log_files(folder)
+        path = max(logs, key=lambda path: (-logs[path].rank, logs[path].generation))
+        self._log = EventLog(path, TAIL_BYTES)
         self._newest: deque[str] = deque(maxlen=EVENTS)
 
     def read(self) -> list[str]:
@@ -130,17 +136,19 @@ def _words(event: dict[str, Any]) -> str:
 def picture(
     before: dict[int, RankMetrics], now: dict[int, RankMetrics], events: Sequence[str]
 ) -> Group:
-    """One frame, from two readings of every rank, the second a moment after the first."""
-    zero = now[0]
-    verdict = zero.label("ppstream_bringup_verdict", "verdict")
-    phase = zero.label("ppstream_phase", "phase")
+    """One frame, from two readings of the ranks here, the second a moment after the first."""
+    rank = min(now)
+    first = now[rank]
+    verdict = first.label("ppstream_bringup_verdict", "verdict")
+    phase = first.label("ppstream_phase", "phase")
     if phase in SERVING and verdict not in ("", "PASS"):
         verdict += ", accepted"  # else it would not serve
     facts = [
-        zero.label("ppstream_run_info", "name") or "rank 0 does not answer",
+        first.label("ppstream_run_info", "name") or f"rank {rank} does not answer",
         phase,
         f"bring-up {verdict}" if verdict else "",
-        zero.label("ppstream_run_class", "class"),
+        first.label("ppstream_run_class", "class"),
+        "no endpoint of rank 0 here" if rank else "",
     ]
     parts: list[RenderableType] = [Text(" · ".join(filter(None, facts)), style="bold")]
     table = Table.grid(padding=(0, 2))
@@ -153,9 +161,13 @@ def picture(
 
 
 def _rows(before: dict[int, RankMetrics], now: dict[int, RankMetrics]) -> Iterator[tuple[str, str]]:
-    old, new = before[0], now[0]
     for rank, reading in now.items():
         yield f"rank {rank}", _place_text(before[rank], reading, "AC" if rank == 0 else "B")
+    if 0 in now:
+        yield from _rank0_rows(before[0], now[0])
+
+
+def _rank0_rows(old: RankMetrics, new: RankMetrics) -> Iterator[tuple[str, str]]:
     yield (
         "rate",
         (
@@ -234,7 +246,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             time.sleep(PERIOD_S)
             now = {rank: read(port) for rank, port in ports.items()}
             console.print(picture(before, now, events.read()), soft_wrap=True)
-            return 0 if now[0].values else 1
+            return 0 if now[min(now)].values else 1
         with Live(console=console, screen=True, auto_refresh=False) as live:
             while True:
                 time.sleep(PERIOD_S)

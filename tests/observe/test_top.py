@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -139,6 +140,45 @@ def test_one_picture_of_endpoints_and_log(
     assert "phase: ready\nfault: kind_of policy\n" in said
     assert "warm" not in said
     assert commands.main(["top", str(tmp_path), "--once"]) == 1  # nobody answers any more
+
+
+POLICY_METRICS = """
+ppstream_run_info{name="arm",run_id="r"} 1.0
+ppstream_phase{phase="ready"} 1.0
+ppstream_stage_duration_seconds_sum{stage="B"} 1.0
+"""
+
+
+def test_on_a_host_without_rank_0_the_ranks_that_are_there_are_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(top, "PERIOD_S", 0.01)
+    events = [event("fault", kind_of="policy")]
+    with serving(POLICY_METRICS) as port:
+        for rank in (2, 10):
+            log = tmp_path / f"rank{rank}.gen0.jsonl"
+            log.write_text("\n".join([event("metrics", port=port), *events, ""]))
+        assert commands.main(["top", str(tmp_path), "--once"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("arm · ready · no endpoint of rank 0 here\n")
+    assert [line.split("  ")[0] for line in said.splitlines()[2:]] == [
+        "rank 2",
+        "rank 10",
+        "",
+        "fault: kind_of policy",
+    ]
+    assert commands.main(["top", str(tmp_path), "--once"]) == 1
+    assert capsys.readouterr().out.startswith("rank 2 does not answer · no endpoint of rank 0 ")
+
+
+def test_events_are_those_of_the_newest_generation_whatever_the_files_times_say(
+    tmp_path: Path,
+) -> None:
+    for generation in (9, 10, 2):
+        log = tmp_path / f"rank0.gen{generation}.jsonl"
+        log.write_text(event("phase", phase=f"of {generation}") + "\n")
+    os.utime(tmp_path / "rank0.gen10.jsonl", (1, 1))
+    assert top.Events(tmp_path).read() == ["phase: of 10"]
 
 
 def test_events_are_read_once_and_the_newest_stay(tmp_path: Path) -> None:
