@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from contextlib import ExitStack
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ppstream.analysis.log_reader import read_manifest
 from ppstream.core.clock import NS_PER_MS, NS_PER_S
 from ppstream.observe import profiler
 from ppstream.observe.attribution import Attribution, end_of_stream
@@ -94,7 +94,7 @@ class Monitoring:
             collector = PolicyCollector(policy_counters, log, self._who)
         else:
             counters = rank0_counters = Rank0Counters(self._lease_ns)
-            live = LiveBottleneck(lambda: json.loads((directory / "run.json").read_text()))
+            live = LiveBottleneck(lambda: read_manifest(directory))
             collector = self.collector = Rank0Collector(
                 rank0_counters,
                 log,

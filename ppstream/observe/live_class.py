@@ -8,6 +8,7 @@ counted them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
@@ -18,6 +19,7 @@ from ppstream.analysis.scores import primary
 from ppstream.analysis.segments import select_window
 from ppstream.analysis.verdict import N_MIN, classify
 from ppstream.core.clock import NS_PER_S, now_ns
+from ppstream.core.errors import LogError
 from ppstream.core.interpreter import InterpreterPauses
 
 if TYPE_CHECKING:
@@ -46,7 +48,13 @@ class Bottleneck:
 
 
 class LiveBottleneck:
-    """Args: ``manifest`` gives run.json as it stands; ``clock`` for tests."""
+    """Judges once it is asked.
+
+    Args:
+        manifest: gives run.json as it stands, or raises LogError: then the class is unknown, as
+            somebody may have deleted the folder of a run that goes on.
+        clock: for tests.
+    """
 
     def __init__(self, manifest: Callable[[], Mapping[str, Any]], clock: Clock = now_ns) -> None:
         self._manifest = manifest
@@ -59,7 +67,9 @@ class LiveBottleneck:
         now = self._clock()
         if now >= self._due_ns:
             self._due_ns = now + REFRESH_NS
-            self._found = self._judge(counters)
+            self._found = Bottleneck()
+            with suppress(LogError):
+                self._found = self._judge(counters)
         return self._found
 
     def _judge(self, counters: Rank0Counters) -> Bottleneck:

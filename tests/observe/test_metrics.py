@@ -1,10 +1,12 @@
 import json
 import re
+import shutil
 import threading
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -59,6 +61,24 @@ def test_rank_0_shows_what_its_loop_did(watched: Watched) -> None:
 
 def _classes(seen: dict[tuple[str, tuple[str, ...]], float]) -> list[str]:
     return [labels[0] for name, labels in seen if name == "ppstream_run_class"]
+
+
+@pytest.mark.parametrize("leave", [shutil.rmtree, lambda folder: zero(folder / "run.json")])
+def test_a_run_whose_folder_is_gone_is_scraped_all_the_same(
+    tmp_path: Path, leave: Callable[[Path], None]
+) -> None:
+    with ExitStack() as stack:
+        watched = Watched(tmp_path, stack)
+        watched.run(12)
+        leave(tmp_path)
+        seen = watched.samples(0)
+    assert seen["ppstream_envelopes_total", ()] == 12
+    assert [seen["ppstream_run_class", (name,)] for name in _classes(seen)] == [0] * 7
+
+
+def zero(file: Path) -> None:
+    """As a power cut may leave it."""
+    file.write_bytes(bytes(file.stat().st_size))
 
 
 def test_policy_rank_shows_its_stage(watched: Watched) -> None:
