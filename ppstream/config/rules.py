@@ -159,9 +159,15 @@ def _stream_problems(config: PipelineConfig) -> Iterator[str]:
     marked = [stream.name for stream in config.streams if stream.reference]
     if len(marked) > 1:
         yield f"streams: got reference = true on {', '.join(marked)}, want it on one at most"
+    cameras = {camera.name for camera in config.cameras}
     for index, stream in enumerate(config.streams):
         path = f"streams[{index}]"
         yield from _shape_problems(path, stream)
+        if stream.image is None and stream.group in cameras:
+            yield (
+                f"{path}.group: got {stream.group!r}, want another name: stream {stream.group!r} "
+                f"is a camera, which has tensors {stream.group}.valid and {stream.group}.age_s, too"
+            )
         if stream.interpolation == "slerp" and stream.dim != 4:
             yield f"{path}.dim: got {stream.dim}, want 4: slerp interpolates quaternions"
         yield from _rate_problems(path, stream, config)

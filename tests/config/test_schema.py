@@ -83,6 +83,11 @@ def test_plain_configuration_has_no_problem() -> None:
         ),
         ({"streams__2__name": "joints"}, "streams: got 'joints' 2 times, want each name once"),
         (
+            FILMED | {"streams__0__group": "imu"},
+            "streams[0].group: got 'imu', want another name: stream 'imu' is a camera, which has "
+            "tensors imu.valid and imu.age_s, too",
+        ),
+        (
             {"streams__0__reference": True, "streams__2__reference": True},
             "streams: got reference = true on joints, imu, want it on one at most",
         ),
