@@ -12,6 +12,8 @@ from msgspec import Meta
 
 Interpolation = Literal["linear", "previous", "nearest", "slerp", "angle", "cubic"]
 Positive = Annotated[float, Meta(gt=0)]
+#: Largest change; inf sets no limit.
+RateLimit = Annotated[float, Meta(gt=0, extra={"infinite": True})]
 NonNegative = Annotated[float, Meta(ge=0)]
 Count = Annotated[int, Meta(ge=1)]
 Index = Annotated[int, Meta(ge=0)]

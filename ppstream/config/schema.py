@@ -19,6 +19,7 @@ from ppstream.config.field_types import (
     Interpolation,
     Name,
     Positive,
+    RateLimit,
     Table,
     Target,
     Text,
@@ -204,10 +205,10 @@ class RobotLimits(Table, frozen=True):
     high: tuple[float, ...] = ()
     """Highest value of each action of this robot; empty as for all. Set it for a robot with less
     room."""
-    velocity: tuple[Positive, ...] = ()
+    velocity: tuple[RateLimit, ...] = ()
     """Largest change per second of each action of this robot; empty as for all. Set it for a slower
     robot."""
-    acceleration: tuple[Positive, ...] = ()
+    acceleration: tuple[RateLimit, ...] = ()
     """Largest change of velocity per second of each action of this robot; empty as for all. Set it
     for a softer robot."""
 
@@ -235,10 +236,10 @@ class ActionConfig(Table, frozen=True):
     on_limit: Literal["clip", "drop"] = "clip"
     """What happens to a chunk outside low to high: clip its values, or drop it. Set drop where a
     clipped motion is worse than none."""
-    velocity: tuple[Positive, ...] = ()
+    velocity: tuple[RateLimit, ...] = ()
     """Largest change per second of each action between steps; a faster chunk is dropped. Set it for
     real arms."""
-    acceleration: tuple[Positive, ...] = ()
+    acceleration: tuple[RateLimit, ...] = ()
     """Largest change of velocity per second of each action; a harder chunk is dropped. Set it for
     real arms."""
     robots: dict[str, RobotLimits] = msgspec.field(default_factory=dict)

@@ -83,7 +83,10 @@ def find_problems(value: Any, annotation: Any, path: str = "") -> Iterator[str]:
         for name, item in value.items():
             yield from find_problems(item, get_args(kind.base)[1], _join(path, name))
     elif isinstance(value, float) and not math.isfinite(value):
-        yield _line(path, value, f"{wanted(kind)}, finite")
+        if not _may_be_infinite(kind):
+            yield _line(path, value, f"{wanted(kind)}, finite")
+        elif not value > 0:
+            yield _line(path, value, wanted(kind))
     else:
         try:
             msgspec.convert(value, annotation)
@@ -138,6 +141,7 @@ def wanted(kind: FieldType) -> str:
         text = _KINDS.get(kind.base, "a value")
     for meta in kind.bounds:
         text += "".join(f", {words}" for words in _bound_words(meta))
+    text += ", or inf: no limit" if _may_be_infinite(kind) else ""
     words = (*kind.words, NONE) if kind.optional else kind.words
     return text + "".join(f', or "{word}"' for word in words)
 
@@ -172,6 +176,10 @@ def _key_suggestion(name: str, struct: type, known: Mapping[str, FieldInfo]) -> 
 
 def _join(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
+
+
+def _may_be_infinite(kind: FieldType) -> bool:
+    return any((meta.extra or {}).get("infinite") for meta in kind.bounds)
 
 
 def _is_table_of_tables(base: Any) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from pathlib import Path
 
@@ -91,6 +92,12 @@ def test_command_line_beats_file_beats_default(file: Path) -> None:
         ("streams[1].dim=3", lambda c: c.streams[1].dim, 3),
         ("streams.0.jitter_ms=0.5", lambda c: c.streams[0].jitter_ms, 0.5),
         ("actions.high[1]=5.5", lambda c: c.actions.high, (1.0, 5.5)),
+        ("actions.velocity=[2.0, inf]", lambda c: c.actions.velocity, (2.0, math.inf)),
+        (
+            "actions.robots.a.acceleration=[inf, 9]",
+            lambda c: c.actions.robots["a"].acceleration,
+            (math.inf, 9.0),
+        ),
         ("policy.options.text=a = b\nc", lambda c: c.policy.options["text"], "a = b\nc"),
         ("policy.options.two=1\nd_in = 2", lambda c: c.policy.options["two"], "1\nd_in = 2"),
     ],
@@ -151,6 +158,13 @@ def test_text_of_the_wrong_form_is_told_the_right_one(file: Path, override: str,
 def test_no_number_is_infinite_or_undefined(file: Path, number: str) -> None:
     (found,) = problems_of(file, f"window.dt_ms={number}")
     assert found == f"window.dt_ms: got {float(number)!r}, want a number, above 0, finite"
+
+
+@pytest.mark.parametrize("number", ["nan", "-inf", "0.0"])
+def test_a_rate_limit_may_be_infinite_and_nothing_else(file: Path, number: str) -> None:
+    (found,) = problems_of(file, f"actions.velocity=[1.0, {number}]")
+    wanted = "want a number, above 0, or inf: no limit"
+    assert found == f"actions.velocity[1]: got {float(number)!r}, {wanted}"
 
 
 @pytest.mark.parametrize(
@@ -265,6 +279,7 @@ def test_two_names_of_a_configuration_are_refused(
         [],
         ["service.endpoint=none", "link.trusted_network=true", "actions.low[0]=-1e-7"],
         ['policy.options.a={b = [1, {c = "\\"\\u007f\\\\ é"}], "d e" = 2}'],
+        ["actions.velocity=[inf, 2.5]", "actions.robots.a={acceleration = [1e9, inf]}"],
         ["bringup.accept=['NOTHING_TO_HIDE']", "demo.robot=some.module", "demo.seed=5"],
     ],
 )
