@@ -204,6 +204,8 @@ def _rank0_problems(path: str, config: PipelineConfig, gateway: GatewayConfig) -
 
 def _map_problems(path: str, config: PipelineConfig, gateway: GatewayConfig) -> Iterator[str]:
     streams = {stream.name: stream for stream in config.streams}
+    if not streams:
+        return  # a rule of streams says so
     if PROMPT in streams:
         yield f"{path}: got a stream named {PROMPT!r}, want another name: it is the instruction's"
     for name, stream in streams.items():

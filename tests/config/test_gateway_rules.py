@@ -101,6 +101,15 @@ def test_all_problems_of_a_map_are_said_at_once() -> None:
     ]
 
 
+def test_without_streams_their_number_is_said_and_no_map_is_judged() -> None:
+    with pytest.raises(ConfigError) as caught:
+        read(DROID, ["streams=[]", "gateway.0.listen=nonsense"])
+    assert [line.split(", ")[0] for line in caught.value.problems] == [
+        "streams: got 0 of them",
+        "gateway[0].listen: got 'nonsense'",
+    ]
+
+
 def test_two_gateways_cannot_listen_at_one_address() -> None:
     config = droid(listen="127.0.0.1:8000")
     assert "twice" in found(msgspec.structs.replace(config, gateway=2 * config.gateway))
