@@ -13,6 +13,7 @@ from urllib.parse import parse_qs
 
 import msgspec
 
+from ppstream.config.gateway_rules import listen_address
 from ppstream.core.clock import now_ns
 from ppstream.core.errors import ConfigError
 from ppstream.fleet.directory import Directory, PipelineStatus
@@ -30,6 +31,15 @@ class DirectoryStatus(msgspec.Struct, frozen=True, kw_only=True):
     unresolved: int
 
 
+def listen_problem(listen: str, *, has_token: bool) -> str | None:
+    """Returns the reason why no directory may listen there, as ``path: got ...``; None: it may."""
+    if listen_address(listen) is None:
+        return f"directory.listen: got {listen!r}, want HOST:PORT"
+    if not has_token and not is_local(f"tcp://{listen}"):
+        return f"directory.listen: got {listen!r}, which others reach; want directory.token_file"
+    return None
+
+
 class DirectoryServer:
     """Serves ``directory`` from construction until ``close``; ``lock`` guards it.
 
@@ -42,14 +52,10 @@ class DirectoryServer:
     """
 
     def __init__(self, listen: str, directory: Directory, token: str | None = None) -> None:
+        if problem := listen_problem(listen, has_token=token is not None):
+            raise ConfigError([problem])
         host, _, port = listen.rpartition(":")
         host = host.strip("[]")
-        if not port.isdecimal() or not host:
-            raise ConfigError([f"directory.listen: got {listen!r}, want HOST:PORT"])
-        if token is None and not is_local(f"tcp://{listen}"):
-            raise ConfigError(
-                [f"directory.listen: got {listen!r}, which others reach; want directory.token_file"]
-            )
         self.lock = threading.Lock()
         self._directory = directory
         self._token = None if token is None else f"Bearer {token}".encode()

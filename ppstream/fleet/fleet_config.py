@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Final
 
@@ -12,7 +14,9 @@ from msgspec import Meta
 from ppstream.config import load
 from ppstream.config.field_types import Count, Name, NonNegative, Table, Text
 from ppstream.config.schema import PipelineConfig
+from ppstream.config.validate import find_problems, normalise
 from ppstream.core.errors import ConfigError
+from ppstream.fleet.directory_server import listen_problem
 from ppstream.robot.fleet_directory import bearer
 from ppstream.wire.endpoints import endpoint_problem
 from ppstream.wire.keys import server_keys
@@ -74,27 +78,18 @@ def read(file: Path) -> FleetPlan:
     Raises:
         ConfigError: holds every problem found.
     """
-    try:
-        fleet = msgspec.convert(tomllib.loads(file.read_text()), FleetConfig)
-    except OSError as error:
-        raise ConfigError([f"{file}: cannot be read: {error.strerror}"]) from error
-    except (tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
-        raise ConfigError([f"{file}: {error}"]) from error
-    beside = file.resolve().parent / fleet.run
+    fleet, folder = _fleet(file), file.resolve().parent
+    beside = folder / fleet.run
     run_file = str(beside) if beside.is_file() else fleet.run
-    if problems := _endpoint_problems(fleet.endpoint):
+    problems = [*_listen_problems(fleet.directory), *_endpoint_problems(fleet.endpoint)]
+    token = public = None
+    with _noting(problems):
+        token = _token(fleet.directory, folder)
+    with _noting(problems):
+        run = _run(fleet, run_file)
+        public = _public_key(run)
+    if problems:
         raise ConfigError(problems)
-    run = load.read(run_file, settings_of(fleet, _example(fleet.endpoint)))
-    token = None
-    if fleet.directory.token_file is not None:
-        header = bearer(file.resolve().parent / fleet.directory.token_file)
-        token = header["Authorization"].removeprefix("Bearer ")
-    keys = server_keys(run.service.secret_key, run.service.allowed_keys)
-    public = None
-    if keys is not None:
-        from ppstream.wire.keys import public_half  # here: it needs ZeroMQ
-
-        public = public_half(keys.secret).decode()
     gpus = _gpus(run) if fleet.gpus is None else fleet.gpus
     return FleetPlan(fleet, run_file, run.batch.rows, gpus, public, token)
 
@@ -110,8 +105,64 @@ def settings_of(fleet: FleetConfig, endpoint: str) -> tuple[str, ...]:
     return (*fleet.set, f"service.endpoint={endpoint}")
 
 
+@contextmanager
+def _noting(problems: list[str]) -> Iterator[None]:
+    """Adds what is refused to ``problems``."""
+    try:
+        yield
+    except ConfigError as error:
+        problems += error.problems
+
+
+def _fleet(file: Path) -> FleetConfig:
+    """The fleet as the file has it, each value sound by itself."""
+    try:
+        parsed = tomllib.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError([f"{file}: cannot be read: {error.strerror}"]) from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError([f"{file}: not TOML: {error}"]) from error
+    table = normalise(parsed, FleetConfig, file.parent)
+    if problems := list(find_problems(table, FleetConfig)):
+        raise ConfigError(problems)
+    return msgspec.convert(table, FleetConfig)
+
+
+def _run(fleet: FleetConfig, run_file: str) -> PipelineConfig:
+    """The run of each pipeline; of an endpoint that is none nothing is said again."""
+    endpoint = _example(fleet.endpoint)
+    problem = endpoint_problem(endpoint)
+    try:
+        return load.read(run_file, settings_of(fleet, endpoint))
+    except ConfigError as error:
+        if problem is None:
+            raise
+        said = [one for one in error.problems if problem not in one and endpoint not in one]
+        raise ConfigError(said) from error
+
+
+def _token(directory: DirectoryConfig, folder: Path) -> str | None:
+    if directory.token_file is None:
+        return None
+    return bearer(folder / directory.token_file)["Authorization"].removeprefix("Bearer ")
+
+
+def _public_key(run: PipelineConfig) -> str | None:
+    keys = server_keys(run.service.secret_key, run.service.allowed_keys)
+    if keys is None:
+        return None
+    from ppstream.wire.keys import public_half  # here: it needs ZeroMQ
+
+    return public_half(keys.secret).decode()
+
+
 def _example(template: str) -> str:
     return endpoint_of(template, "pipeline-0", "192.0.2.1", 5870)
+
+
+def _listen_problems(directory: DirectoryConfig) -> list[str]:
+    problem = listen_problem(directory.listen, has_token=directory.token_file is not None)
+    return [] if problem is None else [problem]
 
 
 def _endpoint_problems(template: str) -> list[str]:

@@ -154,8 +154,9 @@ def test_a_token_is_asked_of_everybody(directory: Directory, tmp_path: Path) -> 
 def test_others_reach_it_with_a_token_alone(directory: Directory) -> None:
     with pytest.raises(ConfigError, match=r"got '0\.0\.0\.0:0', which others reach; want"):
         DirectoryServer("0.0.0.0:0", directory)
-    with pytest.raises(ConfigError, match="want HOST:PORT"):
-        DirectoryServer("nowhere", directory)
+    for none in ("nowhere", "127.0.0.1:99999"):
+        with pytest.raises(ConfigError, match="want HOST:PORT"):
+            DirectoryServer(none, directory)
 
 
 def test_a_taken_port_is_said(directory: Directory, server: DirectoryServer) -> None:

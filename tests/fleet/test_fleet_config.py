@@ -49,18 +49,53 @@ def test_others_reach_a_pipeline_with_keys_alone(tmp_path: Path) -> None:
     [
         (PLAIN + 'endpoint = "unix:///tmp/one"\n', "want {pipeline} or {port} in it"),
         (PLAIN + 'endpoint = "nonsense-{pipeline}"\n', "want 'unix://PATH'"),
-        (PLAIN + "pipeline = 3\n", "unknown field `pipeline`"),
-        (PLAIN.replace("2", "0"), ">= 1"),
+        (PLAIN + "pipeline = 3\n", "pipeline: unknown key (did you mean 'pipelines'?)"),
+        (PLAIN.replace("2", "0"), "pipelines: got 0, want a whole number, at least 1"),
         (PLAIN.replace("arm.toml", "nobody.toml"), "nobody.toml"),
         (PLAIN + 'set = ["batch.rows=0"]\n', "batch.rows"),
         (PLAIN + '[directory]\ntoken_file = "nowhere"\n', "nowhere: cannot be read"),
-        ("name =", "fleet.toml: "),
+        (PLAIN + '[directory]\nlisten = "127.0.0.1:99999"\n', "got '127.0.0.1:99999', want HOST"),
+        (PLAIN + '[directory]\nlisten = "foo"\n', "directory.listen: got 'foo', want HOST:PORT"),
+        (PLAIN + '[directory]\nlisten = "0.0.0.0:5871"\n', "want directory.token_file"),
+        ("name =", "fleet.toml: not TOML"),
     ],
 )
 def test_what_is_wrong_is_said(tmp_path: Path, text: str, said: str) -> None:
     with pytest.raises(ConfigError) as refused:
         read(written(tmp_path, text))
     assert said in str(refused.value)
+
+
+def test_all_that_is_wrong_is_said_at_once(tmp_path: Path) -> None:
+    text = 'name = "a b"\nrun = "arm.toml"\npipelines = 0\nrestarts = -2\n'
+    with pytest.raises(ConfigError) as refused:
+        read(written(tmp_path, text))
+    assert [line.split(":")[0] for line in refused.value.problems] == [
+        "name",
+        "pipelines",
+        "restarts",
+    ]
+    text = PLAIN + 'endpoint = "nonsense"\nset = ["batch.rows=0", "log.keep=0"]\n'
+    with pytest.raises(ConfigError) as refused:
+        read(written(tmp_path, text + '[directory]\nlisten = "foo"\ntoken_file = "nowhere"\n'))
+    assert [line.split(" ")[0] for line in refused.value.problems] == [
+        "directory.listen:",
+        "endpoint:",
+        "endpoint:",
+        f"{tmp_path}/nowhere:",
+        "batch.rows:",
+        "log.keep:",
+    ]
+
+
+def test_the_run_s_rules_are_said_beside_an_endpoint_that_is_none(tmp_path: Path) -> None:
+    text = PLAIN + 'endpoint = "nonsense-{port}"\nset = ["pipeline.pacing=tick"]\n'
+    with pytest.raises(ConfigError) as refused:
+        read(written(tmp_path, text))
+    assert [line.split(" ")[0] for line in refused.value.problems] == [
+        "endpoint:",
+        "pipeline.tick_hz:",
+    ]
 
 
 def test_no_file_is_said(tmp_path: Path) -> None:
