@@ -350,7 +350,7 @@ class GatewayConfig(Table, frozen=True):
     certfile: FilePath | None = None
     """TLS certificate, PEM. Set it where other hosts connect."""
     keyfile: FilePath | None = None
-    """TLS key, PEM. Set it where other hosts connect."""
+    """TLS key, PEM, without a pass phrase. Set it where other hosts connect."""
     endpoint: Text | None = None
     """Address of rank 0, if not service.endpoint. Set it for a gateway on another host."""
     secret_key: FilePath | None = None

@@ -149,13 +149,21 @@ def tls_context(path: str, gateway: GatewayConfig) -> ssl.SSLContext | None:
     """The certificate to show; None: no TLS.
 
     Raises:
-        ConfigError: the files are no certificate and its key.
+        ConfigError: the files are no certificate and its key, or that is encrypted.
     """
     if gateway.certfile is None or gateway.keyfile is None:
         return None
+    key = gateway.keyfile
+
+    def refuse() -> str:  # else OpenSSL would ask the terminal
+        remedy = f"openssl pkey -in {key} -out NEW.pem, readable by its owner alone"
+        raise ConfigError(
+            [f"{path}.keyfile: {key} is encrypted, want it without a pass phrase: {remedy}"]
+        )
+
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
-        context.load_cert_chain(gateway.certfile, gateway.keyfile)
+        context.load_cert_chain(gateway.certfile, key, refuse)
     except (OSError, ssl.SSLError) as error:
         raise ConfigError([f"{path}.certfile: {gateway.certfile}: {error}"]) from error
     return context

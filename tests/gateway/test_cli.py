@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import socket
 import stat
+import subprocess
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 from documents import BOOKS, FENCE
+from gateway_rig import certificate
 
 from ppstream.config.gateway_rules import gateway_problems
 from ppstream.config.load import read
@@ -131,3 +133,16 @@ def test_files_that_are_no_certificate_are_refused() -> None:
     with pytest.raises(ConfigError) as caught:
         tls_context("gateway[0]", gateway(certfile=DROID, keyfile=DROID))
     assert "gateway[0].certfile" in str(caught.value)
+
+
+def test_a_key_file_that_asks_for_a_pass_phrase_is_refused_and_named(tmp_path: Path) -> None:
+    certfile, plain = certificate(tmp_path)
+    locked = str(tmp_path / "locked.pem")
+    encrypt = ("openssl", "pkey", "-aes256", "-passout", "pass:secret", "-in", plain)
+    subprocess.run([*encrypt, "-out", locked], check=True, capture_output=True)
+    assert tls_context("gateway[0]", gateway(certfile=certfile, keyfile=plain)) is not None
+    with pytest.raises(ConfigError) as caught:
+        tls_context("gateway[0]", gateway(certfile=certfile, keyfile=locked))
+    (said,) = caught.value.problems
+    assert said.startswith(f"gateway[0].keyfile: {locked} is encrypted, want it without a pass")
+    assert f"openssl pkey -in {locked} -out " in said
