@@ -7,6 +7,7 @@ The server drops the oldest message of a viewer that is too slow. The only file 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from typing import IO, Any, Final
 
 import foxglove
@@ -72,14 +73,38 @@ def serve(pipe: IO[bytes], port: int, message_bytes: int) -> None:
     print(f"ppstream: viewers connect to {address}", file=sys.stderr, flush=True)
     print("view", address, flush=True)
     try:
-        for record in StreamReader(pipe).records:
+        for record in records(pipe):
             view.publish(record)
-    except EndOfFile:
-        return  # the run was killed
     except McapError as error:
         raise ConfigError([f"the pipe brings no MCAP: {error}"]) from error
     finally:
         server.stop()
+
+
+def records(pipe: IO[bytes]) -> Iterator[Any]:
+    """Whole records of MCAP, until the pipe ends; inside one, if the run was killed.
+
+    Raises:
+        McapError: the pipe brings something else.
+    """
+    whole: Any = _WholeReads(pipe)  # no IO[bytes] of the standard library's, but all that is used
+    try:
+        yield from StreamReader(whole).records
+    except EndOfFile:
+        return
+
+
+class _WholeReads:
+    """Reads of a pipe; one that its end cuts short is none."""
+
+    def __init__(self, pipe: IO[bytes]) -> None:
+        self._pipe = pipe
+
+    def read(self, length: int) -> bytes:
+        data = self._pipe.read(length)
+        if len(data) < length:
+            raise EndOfFile
+        return data
 
 
 class LiveView(ServerListener):

@@ -12,12 +12,14 @@ import time
 from base64 import b64decode
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from io import BytesIO
 from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from mcap.records import Message
 from ranks import Ranks
 from recording_files import with_camera
 from robot_rig import MS, make_config
@@ -30,7 +32,7 @@ from ppstream.core.errors import ExitCode
 from ppstream.observe.run_folder import EventLog
 from ppstream.recording.items import FrameItem, Item, LoggedLine, SamplesItem
 from ppstream.recording.mcap_writer import RecordFile
-from ppstream.view.live_view import backlog
+from ppstream.view.live_view import LiveView, backlog, decode_event, records
 from ppstream.wire.openpi import decode, encode
 
 DROID = Path(__file__).parents[1] / "support" / "droid.toml"
@@ -324,6 +326,35 @@ def refusal(*arguments: str) -> tuple[int, str]:
         check=False,
     )
     return view.returncode, view.stderr
+
+
+def test_a_pipe_that_ends_inside_a_record_brings_all_before_it(tmp_path: Path) -> None:
+    """Its run was killed; a record that came in part is none."""
+    pipe = tmp_path / "live"
+    os.mkfifo(pipe)
+    read: list[bytes] = []
+    reading = threading.Thread(target=lambda: read.append(pipe.read_bytes()))
+    reading.start()
+    file = RecordFile(pipe, make_config(), "run")
+    small = np.zeros((1, 2)).tobytes()
+    file.write([SamplesItem("arm", "imu", 0, 1, np.zeros(1, np.int64).tobytes(), small, MS)])
+    file.write([LoggedLine(1, {"kind": "event", "name": "phase", "phase": "é"})])
+    file.close()
+    reading.join(20)
+    (whole,) = read
+    all_of_it = list(records(BytesIO(whole)))
+    events = [one for one in all_of_it if isinstance(one, Message)][1:]
+    assert decode_event(events[0].data).fields == {"phase": "é"}
+    most = 0
+    for end in range(len(whole)):
+        view, found = LiveView(), []
+        for record in records(BytesIO(whole[:end])):
+            view.publish(record)
+            found.append(record)
+        assert found == all_of_it[: len(found)]
+        assert len(found) >= most
+        most = len(found)
+    assert most == len(all_of_it)
 
 
 def test_what_is_no_pipe_of_a_run_is_refused_with_one_line(tmp_path: Path) -> None:
