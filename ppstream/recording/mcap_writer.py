@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -202,7 +203,7 @@ class McapOutput:
 
     def __init__(self, target: Path | int) -> None:
         if isinstance(target, Path):
-            target = os.open(unused(target), os.O_WRONLY | os.O_CREAT, FILE_MODE)
+            target = new_file(target)
         self._fd = target
         self._written = 0
         self._waiting = bytearray()  # for flush(), if it is a pipe: one write for many messages
@@ -238,14 +239,20 @@ class McapOutput:
             raise
 
 
-def unused(path: Path) -> Path:
-    """``path``, or while a file is there ``name-2``, ``name-3``: no recording is overwritten."""
-    number = 1
-    chosen = path
-    while chosen.is_file():
+def new_file(path: Path) -> int:
+    """A descriptor of a new file, ``path``, or while one is there ``name-2``, ``name-3``.
+
+    No recording is overwritten, and runs that begin together share none. A named pipe is opened
+    as it is, once somebody reads it.
+    """
+    if path.is_fifo():
+        return os.open(path, os.O_WRONLY)
+    number, chosen = 1, path
+    while True:
+        with suppress(FileExistsError):
+            return os.open(chosen, os.O_WRONLY | os.O_CREAT | os.O_EXCL, FILE_MODE)
         number += 1
         chosen = path.with_name(f"{path.stem}-{number}{path.suffix}")
-    return chosen
 
 
 def _facts(config: PipelineConfig, run_id: str) -> dict[str, str]:

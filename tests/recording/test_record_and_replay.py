@@ -292,6 +292,27 @@ def test_no_recording_is_overwritten(tmp_path: Path) -> None:
     assert names == ["run-2.mcap", "run-3.mcap", "run.mcap"]
 
 
+@pytest.mark.parametrize("_attempt", range(20))
+def test_runs_that_begin_at_one_moment_record_to_files_of_their_own(
+    tmp_path: Path, _attempt: int
+) -> None:
+    path, together = tmp_path / "run.mcap", threading.Barrier(8)
+    files: list[RecordFile] = []
+
+    def begin_one() -> None:
+        together.wait(20)
+        files.append(RecordFile(path, make_config(), "run"))
+
+    threads = [threading.Thread(target=begin_one) for _ in range(together.parties)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    for file in files:
+        file.close()
+    assert len(list(tmp_path.iterdir())) == len(files) == together.parties
+
+
 def test_without_its_package_the_remedy_is_named(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
