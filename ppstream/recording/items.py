@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 if TYPE_CHECKING:
@@ -156,20 +156,30 @@ class RowMark(NamedTuple):
 class RowTap:
     """Tap of a row's rings: calls the taker under the name of the robot that holds the row.
 
+    Args:
+        taker: is called.
+        row: whose rings these are.
+        place: of the row.
+        has_name: tells which robots are known by their names, the others by their row.
+
     Attributes:
         clears: times the rings were emptied.
     """
 
-    def __init__(self, taker: Taker, row: RecordedRow, place: int) -> None:
+    def __init__(
+        self, taker: Taker, row: RecordedRow, place: int, has_name: Callable[[str], bool] = bool
+    ) -> None:
         self._taker = taker
         self._row = row
+        self._has_name = has_name
         self._place = f"row{place}"
         self.clears = 0
 
     @property
     def robot(self) -> str:
         """The name its session said; of a recording or made-up samples the row's."""
-        return self._row.robot or self._place
+        robot = self._row.robot
+        return robot if self._has_name(robot) else self._place
 
     def samples(self, stream: str, stamps: NDArray[Any], values: NDArray[Any], rx_ns: int) -> None:
         self._taker.samples(self.robot, stream, stamps, values, rx_ns)

@@ -58,13 +58,16 @@ from ppstream.recording.mcap_schema import (
     schema_name,
     topic,
 )
-from ppstream.recording.recorder import Recorder
+from ppstream.recording.recorder import NAMES_MAX, Recorder
 
 if TYPE_CHECKING:
     from ppstream.analysis.records import EnvelopeLine
     from ppstream.config.schema import PipelineConfig, StreamConfig
 
 CHUNK_BYTES: Final = 1 << 17  # what a killed run loses at most
+CHANNELS_MAX: Final = (1 << 16) - 1  # MCAP numbers them with 16 bits; each topic has one
+OF_ALL: Final = EVENTS_TOPIC, REPORTS_TOPIC, ENVELOPES_TOPIC
+OF_ROBOT: Final = WINDOWS, ACTIONS, RESETS  # beside one for each stream
 FILE_MODE: Final = 0o640
 MB: Final = 1_000_000
 BATCH_NS: Final = 20 * NS_PER_MS  # samples of one message arrived within it
@@ -101,7 +104,14 @@ def open_recorder(
     if view_fd is not None:
         size = round(config.view.queue_mb * MB)
         view = ItemQueue("live view", lambda: RecordFile(view_fd, config, run_id), size, VIEW_ITEMS)
-    return Recorder(recording, view, keeps_frames=keeps_frames)
+    most = names_max(config)
+    return Recorder(recording, view, keeps_frames=keeps_frames, names_max=most)
+
+
+def names_max(config: PipelineConfig) -> int:
+    """Robots that have topics of their own: with those of every row they fit a file."""
+    robots = (CHANNELS_MAX - len(OF_ALL)) // (len(OF_ROBOT) + len(config.streams))
+    return min(NAMES_MAX, robots - config.batch.rows)
 
 
 class McapMessage(NamedTuple):

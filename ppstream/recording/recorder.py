@@ -6,6 +6,7 @@ drops by itself what does not fit. What a recording looks like is ``mcap_writer.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
@@ -37,7 +38,11 @@ if TYPE_CHECKING:
     from ppstream.wire.robot_messages import ActionChunk, Emitter
 
 FRAME_INTERVAL_NS: Final = 200 * NS_PER_MS  # of one camera in a live view: its frames are large
+NAMES_MAX: Final = 1000  # each has channels of its own, in a recording and in a live view
 ENVELOPE_INTERVAL_NS: Final = 10 * NS_PER_MS  # in a live view: bring-up may have thousands a second
+
+
+logger = logging.getLogger("ppstream")
 
 
 class Recorder:
@@ -51,6 +56,7 @@ class Recorder:
         view: takes the same, the ages of a hundred envelopes a second, and five frames a second of
             each camera.
         keeps_frames: the recording takes every frame, too.
+        names_max: robots that are recorded by their names; others are by their row, ``row0``.
     """
 
     def __init__(
@@ -59,12 +65,16 @@ class Recorder:
         view: ItemQueue | None = None,
         *,
         keeps_frames: bool = False,
+        names_max: int = NAMES_MAX,
     ) -> None:
         self.recording = recording
         self._kept = recording if keeps_frames else None  # gets frames
         self.view = view
         self.queues = tuple(queue for queue in (recording, view) if queue is not None)
         self._rows: list[RowTap] = []
+        self._names_max = names_max
+        self._names: set[str] = set()
+        self._is_full = False  # of names, and it was said
         self._counts: dict[str, dict[str, int]] = {}
         self._frames_ns: dict[tuple[str, str], int] = {}  # arrival of the newest one taken
         self._envelope_ns = 0  # end of the newest one taken
@@ -76,11 +86,11 @@ class Recorder:
     def tap(self, rows: Sequence[RecordedRow]) -> None:
         """Record what these rows' rings are given from now on."""
         for row in rows:
-            tap = RowTap(self, row, len(self._rows))
+            parts = self, row, len(self._rows), self._has_name
+            tap = RowTap(*parts)
             self._rows.append(tap)
             for ring in row.rings.values():
-                is_camera = ring.stream.image is not None
-                ring.tap = FrameTap(self, row, len(self._rows) - 1) if is_camera else tap
+                ring.tap = tap if ring.stream.image is None else FrameTap(*parts)
 
     def samples(
         self, robot: str, stream: str, stamps: NDArray[Any], values: NDArray[Any], rx_ns: int
@@ -184,6 +194,21 @@ class Recorder:
         for queue in self.queues:
             queue.close()
         return [{"to": one.name, **msgspec.structs.asdict(one.statistics())} for one in self.queues]
+
+    def _has_name(self, robot: str) -> bool:
+        """True when it is recorded by its name: a run may meet any number of robots."""
+        if robot in self._names:
+            return True
+        if not robot:
+            return False
+        if len(self._names) < self._names_max:
+            self._names.add(robot)
+            return True
+        if not self._is_full:
+            self._is_full = True
+            text = "%d robots were recorded by their names: %s and others are by row, as row0"
+            logger.warning(text, self._names_max, robot)
+        return False
 
     def _put(self, item: Item) -> None:
         for queue in self.queues:

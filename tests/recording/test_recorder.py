@@ -6,9 +6,11 @@ import json
 import threading
 from base64 import b64decode
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -16,7 +18,7 @@ pytest.importorskip("mcap")
 
 from mcap.reader import make_reader
 from recording_files import with_camera
-from robot_rig import MS, make_config, make_rows, wait_until
+from robot_rig import MS, make_chunk, make_config, make_rows, wait_until
 
 from ppstream.core.clock import now_ns
 from ppstream.ingest.rows import RowInput
@@ -31,7 +33,7 @@ from ppstream.recording.items import (
     SamplesItem,
 )
 from ppstream.recording.load import load_recording
-from ppstream.recording.mcap_writer import RecordFile
+from ppstream.recording.mcap_writer import RecordFile, names_max
 from ppstream.recording.recorder import Recorder
 
 
@@ -197,6 +199,48 @@ def test_a_recording_gets_every_frame_beside_a_view_that_is_frozen(frozen: Froze
     assert b"".join(item.pixels for item in kept.items) == pixels.tobytes()
     assert view["dropped"] > 0
     assert view["written"] + view["dropped"] == 11  # five a second, told to nobody else
+
+
+def test_robots_behind_the_first_ones_are_recorded_by_their_row(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each topic has a channel, of which a file has a limited number: no name fills it."""
+    config = with_camera(make_config(rows=2), 4, 6)
+    paths = [tmp_path / name for name in ("run.mcap", "view.mcap")]
+    files = [partial(RecordFile, path, config, "run") for path in paths]
+    queues = [ItemQueue("recording", file, 10**8) for file in files]
+    recorder = Recorder(*queues, names_max=4, keeps_frames=True)
+    rows = make_rows(config)
+    recorder.tap(rows)
+    for number in range(9):
+        row = rows[number % 2]
+        row.open(number + 1)
+        row.robot = f"arm-{number}"
+        values = np.full((1, 3), float(number), "f4")
+        row.rings["joints"].append(np.array([1]), values, now_ns())
+        row.rings["wrist"].append(np.array([1]), np.zeros((1, 72), "u1"), now_ns())
+        recorder.chunk(number % 2, make_chunk(), None)
+        row.close()
+    told = recorder.close()
+    assert [one["failure"] for one in told] == ["", ""]
+    named = [f"arm-{number}" for number in range(4)]
+    for path in paths:
+        with path.open("rb") as file:
+            topics = {one.topic for one in make_reader(file).get_summary().channels.values()}
+        robots = {one.split("/")[1] for one in topics}
+        assert robots == {*named, "row0", "row1"}
+    by_row = load_recording(paths[0], robot="row0").tracks["joints"]
+    assert by_row.values[:, 0].tolist() == [4, 6, 8]
+    (said,) = (record.getMessage() for record in caplog.records)
+    assert said.startswith("4 robots were recorded by their names: arm-4 and others are by row")
+
+
+@pytest.mark.parametrize(("streams", "names"), [(3, 1000), (256, 245)])
+def test_the_topics_of_all_robots_fit_a_file(streams: int, names: int) -> None:
+    config = make_config(rows=8)
+    config = msgspec.structs.replace(config, streams=config.streams[:1] * streams)
+    assert names_max(config) == names
+    assert (names + 8) * (streams + 3) + 3 <= 0xFFFF
 
 
 def test_frames_are_dropped_before_samples_are(frozen: Frozen) -> None:
