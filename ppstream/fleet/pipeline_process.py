@@ -60,6 +60,7 @@ class PipelineProcess:
         self._root = Path(load.read(plan.run_file, settings).log.root)
         self._port: int | None = None
         self._run: Run | None = None
+        self._is_drained = False
         self._output = tempfile.TemporaryFile()  # noqa: SIM115 - for as long as the process
         self._process = subprocess.Popen(
             bound_command("ppstream.launch.commands", "run", plan.run_file, *words),
@@ -92,10 +93,13 @@ class PipelineProcess:
     def is_final(self) -> bool:
         """True when it has ended and starting it again would not help, or was not wanted."""
         code = self._process.poll()
-        return code is not None and (code == ExitCode.DRAINED or code in set(FINAL_CODES))
+        if code is None:
+            return False
+        return self._is_drained or code == ExitCode.DRAINED or code in set(FINAL_CODES)
 
     def drain(self) -> None:
-        """Ask it to stop; its robots are told."""
+        """Ask it to stop; its robots are told. However it ends, it is not wanted any more."""
+        self._is_drained = True
         self._process.send_signal(signal.SIGTERM)
 
     def end(self) -> None:

@@ -91,6 +91,16 @@ def test_one_that_is_killed_has_failed_and_may_be_started_anew(tmp_path: Path) -
         assert process.report().exit.startswith("-9 signal 9")
 
 
+def test_one_that_is_drained_before_it_listens_is_not_started_anew(tmp_path: Path) -> None:
+    """An interpreter that has just started knows no signal yet, and is killed by it."""
+    with started(tmp_path) as process:
+        process.drain()
+        wait_until(lambda: process.report().phase in {"failed", "ended"}, seconds=LIMIT_S)
+        report = process.report()
+        assert (report.phase, report.exit) == ("ended", "-15 signal 15: ")
+        assert process.is_final()
+
+
 @pytest.mark.multirank
 @pytest.mark.usefixtures("forked")
 def test_a_configuration_that_is_refused_is_final(tmp_path: Path) -> None:
