@@ -11,13 +11,14 @@ import re
 import sys
 from argparse import SUPPRESS, Action, ArgumentParser, Namespace
 from collections.abc import Iterable
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 
-from ppstream.config.rules import problems
+from ppstream.config.rules import PartialConfig, UnsoundError, problems
 from ppstream.config.schema import PipelineConfig, StreamConfig
 from ppstream.config.to_toml import as_toml
 from ppstream.config.validate import find_problems, normalise
@@ -36,6 +37,7 @@ NAMES: Final = (
     f"that {SHIPPED_PACKAGE} ships (default: {DEFAULT})"
 )
 
+_FIRST_KEY = re.compile(r"\w+")  # of a problem's path
 _STEP = re.compile(r"[^.\[\]]+")  # of an override's path: a.b, a[0].b and a.0.b all work
 
 
@@ -132,6 +134,8 @@ def read(name: str, overrides: Iterable[str] = ()) -> PipelineConfig:
     broken = [text for item in overrides if (text := _override(table, item)) is not None]
     table = normalise(table, PipelineConfig, Path.cwd())
     if found := broken + list(find_problems(table, PipelineConfig)):
+        if not broken and table.keys() <= set(PipelineConfig.__struct_fields__):
+            found += problems(_sound_part(table, found))  # else nobody knows which table was meant
         raise ConfigError(found)
     config = _with_defaults(msgspec.convert(table, PipelineConfig), table)
     if found := problems(config):
@@ -139,29 +143,54 @@ def read(name: str, overrides: Iterable[str] = ()) -> PipelineConfig:
     return config
 
 
-def _with_defaults(config: PipelineConfig, table: dict[str, Any]) -> PipelineConfig:
-    """Fills in what follows from other settings.
+def _sound_part(table: dict[str, Any], found: list[str]) -> PipelineConfig:
+    """``table`` without the tables in which problems were found."""
+    wrong = {key[0] for line in found if (key := _FIRST_KEY.match(line))}
+    types = {field.name: field.type for field in msgspec.structs.fields(PipelineConfig)}
+    values: dict[str, Any] = dict.fromkeys(wrong, msgspec.UNSET)
+    for name in table.keys() - wrong:
+        values[name] = msgspec.convert(table[name], types[name])
+    return _with_defaults(PartialConfig(**values), table)
 
-    One device stands for those of all replicas, ``d_in`` is the number of ranks, and frames are
-    float32 where every rank is on a CPU.
-    """
-    shape, placement = config.pipeline, config.placement
+
+def _with_defaults(config: PipelineConfig, table: dict[str, Any]) -> PipelineConfig:
+    """Fills in what follows from other settings, as far as these are sound."""
+    for fill_in in (_with_devices, _with_depth, _with_float32_frames):
+        with suppress(UnsoundError):
+            config = fill_in(config, table)
+    return config
+
+
+def _with_devices(config: PipelineConfig, _table: dict[str, Any]) -> PipelineConfig:
+    """One device stands for those of all replicas."""
+    placement = config.placement
     if len(placement.policy) == 1:
         devices = placement.policy * placement.replicas
         placement = msgspec.structs.replace(placement, policy=devices)
+    return msgspec.structs.replace(config, placement=placement)
+
+
+def _with_depth(config: PipelineConfig, table: dict[str, Any]) -> PipelineConfig:
+    """``d_in`` is the number of ranks."""
+    shape = config.pipeline
     if "d_in" not in table.get("pipeline", {}):
-        shape = msgspec.structs.replace(shape, d_in=1 + placement.leaders)
-    streams = config.streams
+        shape = msgspec.structs.replace(shape, d_in=1 + config.placement.leaders)
+    return msgspec.structs.replace(config, pipeline=shape)
+
+
+def _with_float32_frames(config: PipelineConfig, table: dict[str, Any]) -> PipelineConfig:
+    """Frames are float32 where every rank is on a CPU."""
+    streams, placement = config.streams, config.placement
     if {placement.rank0, *placement.policy} == {"cpu"}:
         stated = ["dtype" in (stream.get("image") or {}) for stream in table["streams"]]
         streams = tuple(
-            one if is_stated or one.image is None else _with_float32_frames(one)
+            one if is_stated or one.image is None else _in_float32(one)
             for one, is_stated in zip(streams, stated, strict=True)
         )
-    return msgspec.structs.replace(config, pipeline=shape, placement=placement, streams=streams)
+    return msgspec.structs.replace(config, streams=streams)
 
 
-def _with_float32_frames(stream: StreamConfig) -> StreamConfig:
+def _in_float32(stream: StreamConfig) -> StreamConfig:
     assert stream.image is not None
     image = msgspec.structs.replace(stream.image, dtype="float32")
     return msgspec.structs.replace(stream, image=image)

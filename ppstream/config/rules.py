@@ -9,8 +9,9 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
@@ -19,7 +20,6 @@ from ppstream.config.gateway_rules import gateway_problems
 from ppstream.config.schema import (
     CHANNELS,
     ActionConfig,
-    BatchConfig,
     PipelineConfig,
     RobotLimits,
     StreamConfig,
@@ -98,24 +98,46 @@ def _robot_problems(actions: ActionConfig, path: str, limits: RobotLimits) -> It
         yield f"{path}.low: got {list(limits.low)}, want each below its high"
 
 
+class UnsoundError(Exception):
+    """A rule asks for a table that is wrong by itself."""
+
+
+class PartialConfig(PipelineConfig, frozen=True):
+    """A configuration whose wrong tables are UNSET; whoever asks for one gets ``UnsoundError``."""
+
+    def __getattribute__(self, name: str) -> Any:
+        value = super().__getattribute__(name)
+        if value is msgspec.UNSET:
+            raise UnsoundError(name)
+        return value
+
+
 def problems(config: PipelineConfig) -> list[str]:
-    """Every disagreement in ``config``, each ``path: got ..., want ...``; empty: it can be used."""
-    durations = list(_duration_problems("", config))
-    return [
-        *durations,
-        *(() if durations else _stream_problems(config)),  # which reckon with them
-        *range_problems(config),
-        *_action_problems(config),
-        *_pacing_problems(config),
-        *_source_problems(config),
-        *_record_problems(config),
-        *_weights_problems(config),
-        *_service_problems(config),
-        *_limit_problems(config),
-        *_batch_problems(config.batch),
-        *device_problems(config),
-        *gateway_problems(config),
+    """Every disagreement in ``config``, each ``path: got ..., want ...``; empty: it can be used.
+
+    Of a ``PartialConfig`` these are the disagreements between its sound tables.
+    """
+    durations = list(_time_problems(config))
+    rules = [
+        *(() if durations else (_stream_problems,)),  # which reckon with them
+        range_problems,
+        _action_problems,
+        _pacing_problems,
+        _source_problems,
+        _record_problems,
+        _weights_problems,
+        _service_problems,
+        _limit_problems,
+        _batch_problems,
+        device_problems,
+        gateway_problems,
     ]
+    return durations + [line for rule in rules for line in _until_unsound(rule(config))]
+
+
+def _until_unsound(lines: Iterator[str]) -> Iterator[str]:
+    with suppress(UnsoundError):
+        yield from lines
 
 
 def rank_problems(config: PipelineConfig, world_size: int) -> list[str]:
@@ -130,6 +152,12 @@ def rank_problems(config: PipelineConfig, world_size: int) -> list[str]:
     ]
 
 
+def _time_problems(config: PipelineConfig) -> Iterator[str]:
+    for name in config.__struct_fields__:
+        with suppress(UnsoundError):
+            yield from _duration_problems(name, getattr(config, name))
+
+
 def _duration_problems(path: str, part: object) -> Iterator[str]:
     """Durations and rates that are no whole nanoseconds, or longer than anything lasts."""
     if isinstance(part, tuple):
@@ -138,7 +166,7 @@ def _duration_problems(path: str, part: object) -> Iterator[str]:
     if not isinstance(part, msgspec.Struct):
         return
     for name in part.__struct_fields__:
-        value, at = getattr(part, name), f"{path}.{name}".removeprefix(".")
+        value, at = getattr(part, name), f"{path}.{name}"
         unit_ns = next((ns for end, ns in UNITS_NS.items() if name.endswith(end)), None)
         if isinstance(value, msgspec.Struct | tuple):
             yield from _duration_problems(at, value)
@@ -385,7 +413,8 @@ def _limit_problems(config: PipelineConfig) -> Iterator[str]:
         yield f"log.root: got {config.log.root!r}, which is a file; want a folder"
 
 
-def _batch_problems(batch: BatchConfig) -> Iterator[str]:
+def _batch_problems(config: PipelineConfig) -> Iterator[str]:
+    batch = config.batch
     sizes = batch.sizes
     if not isinstance(sizes, str) and (
         not sizes or list(sizes) != sorted(set(sizes)) or sizes[-1] > batch.rows

@@ -125,6 +125,49 @@ def test_every_problem_is_reported_at_once_with_its_remedy(file: Path) -> None:
     ]
 
 
+def test_rules_of_tables_without_a_mistake_are_judged_beside_one(file: Path) -> None:
+    """A rule that asks for a wrong table says nothing more: what it would say may be wrong, too."""
+    assert problems_of(
+        file,
+        "streams.imu.dim=0",  # no rule of streams, nor of gateways, which ask for them
+        "window.groups.state.dtype=int8",
+        "actions.lease_ms=5.0",
+        "actions.velocity=[1.0]",
+        "liveness.start_s=1e300",
+        "pipeline.pacing=tick",
+        "service.endpoint=nonsense",
+        "batch.size=1",  # no rule of batch.sizes
+        "batch.sizes=[]",
+        "log.root=" + __file__,
+    ) == [
+        "streams[1].dim: got 0, want a whole number, at least 1",
+        "batch.size: unknown key (did you mean 'sizes'?)",
+        "liveness.start_s: got 1e+300, want 1e-09 (1 ns) to 3.1536e+07 (a year)",
+        "actions.velocity: got 1 limits, want 2: one for each name (inf: no limit), or none at all",
+        "actions.lease_ms: got 5, want more than actions.dt_ms = 10",
+        "service.endpoint: got 'nonsense', want 'unix://PATH' or 'tcp://ADDRESS:PORT'",
+        f"log.root: got {__file__!r}, which is a file; want a folder",
+    ]
+
+
+def test_devices_that_follow_from_others_are_judged_beside_a_mistake(file: Path) -> None:
+    settings = ("placement.replicas=2", "placement.mesh=2", "placement.policy=cuda:0")
+    assert problems_of(file, "name=a b", "pipeline.d_in=0", *settings) == [
+        "name: got 'a b', want 1 to 64 letters, digits, '_', '-' or '/'",
+        "pipeline.d_in: got 0, want a whole number, at least 1, at most 64",
+        "placement.mesh: got 2 with cuda:0, cuda:0 in placement.policy, want 4 CUDA devices: one "
+        "for each policy rank, those of leaders first",
+    ]
+
+
+@pytest.mark.parametrize("override", ["pipline.tick_hz=5", "nonsense", "pipeline.x.y.z=1"])
+def test_a_setting_whose_table_is_not_known_leaves_the_rules_for_later(
+    file: Path, override: str
+) -> None:
+    (found,) = problems_of(file, override, "pipeline.pacing=tick")
+    assert "tick_hz: missing" not in found
+
+
 def test_tables_and_lists_of_the_wrong_kind_are_named(file: Path) -> None:
     file.write_text('name = "x y"\nstreams = 3\nwindow = [1]\nactions = "none"\nextra = 1\n')
     found = problems_of(file)
