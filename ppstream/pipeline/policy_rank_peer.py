@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from itertools import count
 from typing import TYPE_CHECKING, Final, Protocol, TypeVar
 
 from ppstream.control.peer_process import HeldProcess
@@ -78,8 +79,8 @@ class PolicyRankPeer:
         self.log_refused = ""
         self.parts_ns: dict[str, int] = {}
         self._rank0: Rank0  # set before a run begins
-        self._instructed: Callable[[int, str], None]  # set before anything can be answered
-        self._asked: list[int] = []  # numbers of texts without an answer
+        self._asked: dict[int, Callable[[int, str], None]] = {}  # who waits, by a text's number
+        self._is_forgotten = False
         self._frozen_ns = round(config.liveness.frozen_ms * NS_PER_MS)
         self._drain_s = config.liveness.drain_s
 
@@ -89,9 +90,10 @@ class PolicyRankPeer:
 
     def instruct(self, number: int, text: str, done: Callable[[int, str], None]) -> None:
         """As ``Executor.instruct``; the answer comes as a frame."""
-        self._instructed = done
-        self._asked.append(number)
+        self._asked[number] = done
         self.tell(Instruction(number, text))
+        if self._is_forgotten:  # perhaps meanwhile, by another thread
+            self.forget()
 
     def tell(self, frame: Control) -> None:
         """Send a frame, unless it is gone and will not be missed: who receives notices that."""
@@ -103,9 +105,13 @@ class PolicyRankPeer:
 
     def forget(self) -> None:
         """It is lost: nobody waits for its answers any more."""
-        for number in self._asked:
-            self._instructed(number, "")
-        self._asked.clear()
+        self._is_forgotten = True
+        for number in [*self._asked]:
+            self._answer_text(number, "")
+
+    def _answer_text(self, number: int, fault: str) -> None:
+        if (done := self._asked.pop(number, None)) is not None:
+            done(number, fault)
 
     def on_control_frame(self, frame: object) -> None:
         """One control frame that is neither doorbell nor heartbeat.
@@ -124,9 +130,7 @@ class PolicyRankPeer:
             case PartTimes():
                 self.parts_ns = frame.times_ns
             case Instructed():
-                if frame.id in self._asked:
-                    self._asked.remove(frame.id)
-                self._instructed(frame.id, frame.fault)
+                self._answer_text(frame.id, frame.fault)
                 self._rank0.waiter.wake()
             case Goodbye():
                 raise PeerLeftError(frame.code, frame.reason)
@@ -208,10 +212,11 @@ def instruct_all(
     """As ``Executor.instruct``: rank 0's parts and all policy ranks have it, or the first fault."""
     waits = len(policy_ranks) + (front is not None)
     faults: list[str] = []
+    answers = count(1)  # one at a time, whichever thread has it
 
     def on_instructed(number: int, fault: str) -> None:
         faults.append(fault)
-        if len(faults) == waits:
+        if next(answers) == waits:
             done(number, next(filter(None, faults), ""))
 
     if front is not None:

@@ -740,6 +740,28 @@ def test_a_text_that_comes_while_front_parts_run_waits_for_them(build):
         assert not early
 
 
+class Listener(NewestValues):
+    """Takes in what it is told, if it is a word."""
+
+    def instruct(self, number, text):
+        if text == "?":
+            raise KeyError("no such word")
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_texts_that_come_together_are_answered_each_for_itself(build, form):
+    heard = {}
+    with build(form, Listener(), "policy.instructions=true") as pipeline:
+        pipeline.saturate()
+        pipeline.rank0.run(5)
+        for number, text in ((1, "pick"), (2, "?"), (3, "place")):
+            pipeline.rank0.instruct(number, text, heard.__setitem__)
+        pipeline.rank0.run(60)
+    assert sorted(heard) == [1, 2, 3]
+    assert heard[1] == heard[3] == ""
+    assert "no such word" in heard[2]
+
+
 @pytest.mark.parametrize("form", THREADS)
 def test_cpu_time_of_the_sending_is_none_of_stage_a_s(build, form, monkeypatch):
     spent_ns = 3_000_000
