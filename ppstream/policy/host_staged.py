@@ -51,14 +51,12 @@ class StagedPolicy:
         self._device = device
         self._window = zeros(policy.inputs if reads_host else (), rows, device)
         self._out = zeros(policy.outputs, rows, device)
+        if (take := getattr(policy, "instruct", None)) is not None:
+            self.instruct: Callable[[int, str], None] = take
 
     def reset(self, rows: Tensor) -> None:
         """As the policy does; its rows are named on its device."""
         self._policy.reset(rows.to(self._device))
-
-    def instruct(self, number: int, text: str) -> None:
-        """As the policy does."""
-        self._policy.instruct(number, text)  # type: ignore[attr-defined] # checked when built
 
     def __call__(
         self, window: Mapping[str, Tensor], out: Mapping[str, Tensor], rows: int | None = None

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from ppstream.core.specs import TensorSpec
+from ppstream.policy.graphed import GraphedPolicy
 from ppstream.policy.host_staged import StagedPolicy
+from ppstream.policy.protocol import Policy, instruct
+from ppstream.policy.unwritten import FilledPolicy
 
 ROWS = 2
 
@@ -47,3 +51,33 @@ def test_what_a_policy_on_a_gpu_writes_is_in_host_memory_when_the_call_returns()
         policy.out["actions"] = torch.zeros(ROWS, 3)  # type: ignore[index]
     staged.reset(torch.tensor([True, False]))
     assert policy.resets[0].device.type == "cuda"
+
+
+class Told(Doubler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: dict[int, str] = {}
+
+    def instruct(self, number: int, text: str) -> None:
+        self.texts[number] = text
+
+
+def as_it_is(policy: Policy) -> Policy:
+    return policy
+
+
+def filled(policy: Policy) -> Policy:
+    return FilledPolicy(policy, 1)
+
+
+def graphed(policy: Policy) -> Policy:
+    return GraphedPolicy(filled(policy))
+
+
+@pytest.mark.parametrize("prepare", [as_it_is, filled, graphed])
+def test_a_staged_part_takes_texts_if_the_part_does(prepare: Callable[[Any], Policy]) -> None:
+    """A later part of a chain knows nothing of the texts that an earlier one reads."""
+    told, cpu = Told(), torch.device("cpu")
+    assert instruct(StagedPolicy(prepare(Doubler()), cpu, ROWS), 1, "pick") == ""
+    assert instruct(StagedPolicy(prepare(told), cpu, ROWS), 1, "pick") == ""
+    assert told.texts == {1: "pick"}
