@@ -91,7 +91,7 @@ class StageC:
         self._bytes = [actions.data.cast("B") for actions in self._actions]
         self._views: list[dict[int, _RowView]] = [{} for _ in range(config.batch.rows)]
         self._broken: list[str | None] = [None] * config.batch.rows  # the rule, by decoded row
-        self._episodes: list[tuple[int, int]] = [(0, 0)] * config.batch.rows
+        self._episodes = [(0, (0, 0))] * config.batch.rows  # the epoch, and the robot's
         self._skips_answered = config.batch.rows > 1
         self._answered: list[object] = [None] * config.batch.rows  # newest episode and window end
         self._unusable_in_a_row = 0
@@ -133,7 +133,7 @@ class StageC:
         Raises:
             UserExitError: it called ``sys.exit()``.
         """
-        episode = flight.owners[row].episode
+        episode = flight.epoch, flight.owners[row].episode
         try:
             if self._episodes[row] != episode:
                 self._decoder.reset(row)

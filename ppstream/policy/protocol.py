@@ -75,7 +75,7 @@ class Decoder(Protocol):
     """Stage C, on rank 0: turns one result of the policy into the actions of one robot row."""
 
     def reset(self, row: int) -> None:
-        """A new episode of ``row`` began."""
+        """Forget all state of ``row``: a new episode began, or the run's epoch was cut."""
 
     def __call__(self, row: int, result: Mapping[str, np.ndarray], actions: np.ndarray) -> None:
         """Write the row's action chunk, ``[horizon, action_dim]`` float32, into ``actions``.

@@ -256,3 +256,42 @@ def test_what_a_decoder_does_to_its_mapping_reaches_no_later_result(tmp_path: Pa
     with pipeline(tmp_path, decoder=Popping()) as (running, emitter):
         running.rank0.run(9)
     assert len(emitter.chunks) == 9
+
+
+class Ensemble:
+    """A decoder that averages each chunk with the one before."""
+
+    def __init__(self) -> None:
+        self.older: Any = None
+
+    def reset(self, row: int) -> None:
+        self.older = None
+
+    def __call__(self, row: int, result: Any, actions: np.ndarray[Any, Any]) -> None:
+        newest = result["actions"].copy()
+        actions[...] = newest if self.older is None else (self.older + newest) / 2
+        self.older = newest
+
+
+class Turning(NewestValues):
+    """Says one value until it is reset for the second time, and its opposite from then on."""
+
+    def __call__(self, window: Any, out: Any) -> None:
+        self.calls += 1
+        self.act(self.calls - 1)
+        out["actions"].fill_(0.5 if len(self.resets) == 1 else -0.5)
+
+
+@pytest.mark.parametrize("inline", [False, True])
+def test_a_decoder_s_memory_does_not_outlive_a_cut(tmp_path: Path, *, inline: bool) -> None:
+    def act(call: int) -> None:
+        if call == 4:
+            running.rank0.request_cut("test")
+
+    parts: Any = {"inline": inline, "policy": Turning(act), "decoder": Ensemble()}
+    with pipeline(tmp_path, **parts) as (running, emitter):
+        running.rank0.run(12)
+    told: dict[int, set[float]] = {}
+    for chunk in emitter.chunks:
+        told.setdefault(chunk.epoch, set()).update(np.frombuffer(chunk.actions, np.float32))
+    assert told == {0: {0.5}, 1: {-0.5}}
