@@ -194,7 +194,7 @@ class PolicyRankPeer:
 
     def _answer(self, kind: type[Answer]) -> Answer:
         frame = self.peer.receive(self._rank0.start_ns)
-        while isinstance(frame, PolicyFault | PartTimes):
+        while isinstance(frame, PolicyFault | PartTimes | Instructed):
             self.on_control_frame(frame)
             frame = self.peer.receive(self._rank0.start_ns)
         if not isinstance(frame, kind):

@@ -762,6 +762,21 @@ def test_texts_that_come_together_are_answered_each_for_itself(build, form):
     assert "no such word" in heard[2]
 
 
+@pytest.mark.parametrize("form", QUEUED)
+def test_a_text_may_be_answered_before_the_times_that_bring_up_asks_for(build, form):
+    heard = {}
+    with build(form, Listener(), "policy.instructions=true") as pipeline:
+        pipeline.saturate()
+        pipeline.rank0.run(5)
+        (policy_rank,) = pipeline.executor.policy_ranks
+        pipeline.rank0.instruct(1, "pick", heard.__setitem__)
+        assert len(policy_rank.newest_b(3)) >= 3
+        pipeline.rank0.instruct(2, "?", heard.__setitem__)
+        assert policy_rank.compiler_counts() == {}
+    assert heard[1] == ""
+    assert "no such word" in heard[2]
+
+
 @pytest.mark.parametrize("form", THREADS)
 def test_cpu_time_of_the_sending_is_none_of_stage_a_s(build, form, monkeypatch):
     spent_ns = 3_000_000
