@@ -28,8 +28,9 @@ class Flight(msgspec.Struct):
 
     ``index`` counts over the whole run (it names the slot); ``epoch`` and ``seq`` are its name in
     logs and on the robot's wire. ``received_ns`` is the arrival, at rank 0, of its newest sample,
-    ``emit_ns`` the instant at which its lease was looked at, ``failed`` the header's word where a
-    part of the policy raised in stage A on a GPU.
+    ``sent_ns`` when it was sent, or later its turn to be answered began, ``emit_ns`` the instant at
+    which its lease was looked at, ``failed`` the header's word where a part of the policy raised in
+    stage A on a GPU.
     """
 
     index: int

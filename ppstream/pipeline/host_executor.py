@@ -278,8 +278,9 @@ class HostExecutor(OnHost):
             self._account_a(flight)
 
     def _commit(self, flight: Flight) -> None:
+        sent_ns = flight.sent_ns  # who receives may move it from now on
         self._committed.append(flight)
-        self._credits.commit(flight.sent_ns)
+        self._credits.commit(sent_ns)
 
     def finished(self) -> Flight | None:
         """As ``Executor``."""
@@ -345,6 +346,7 @@ class HostExecutor(OnHost):
                 nvtx_ranges.RECV.pop()
             if not self._committed:  # no other is owed: a look in vain would cost as much
                 return
+            self._committed[0].sent_ns = flight.record.tRecv  # its turn begins, for the watchdog
 
     def _lost_hops(self) -> bool:
         """True when a hop has broken, and the run goes on without it."""

@@ -14,7 +14,7 @@ from pipeline_in_process import NewestValues, PipelineInProcess, small_config
 from robot_rig import wait_until
 
 from ppstream.core.clock import now_ns
-from ppstream.core.errors import PeerLostError, PolicyError, ProtocolError
+from ppstream.core.errors import PeerLostError, PolicyError, ProtocolError, WatchdogError
 from ppstream.core.specs import TensorSpec
 from ppstream.ingest.sources import RecordedSource
 from ppstream.ingest.synthetic import SyntheticSource
@@ -483,6 +483,63 @@ def test_a_slow_policy_is_given_its_time_in_one_process_too(build, monkeypatch):
         pipeline.saturate()
         rank0.run(30)
         assert rank0.standstill_ns > 5 * 15_000_000
+
+
+class TimedPolicy(NewestValues):
+    """Each call takes so long by the executor's clock, and begins once rank 0 is far ahead.
+
+    From its ``stuck`` call it returns when the run is over.
+    """
+
+    def __init__(self, monkeypatch, envelopes, d_in, takes_s, stuck=None):
+        super().__init__(self.pass_time)
+        self.pipeline, self.envelopes, self.d_in = None, envelopes, d_in
+        self.takes_ns, self.stuck, self.passed_ns = round(takes_s * 1e9), stuck, 0
+        self.is_over = threading.Event()
+        monkeypatch.setattr(host_executor, "now_ns", lambda: now_ns() + self.passed_ns)
+        monkeypatch.setattr("pipeline_in_process.patient", beatless)
+
+    def pass_time(self, call):
+        rank0 = self.pipeline.rank0
+        ahead = min(self.envelopes, call + self.d_in)
+        wait_until(
+            lambda: self.is_over.is_set() or (rank0.finished, rank0.started) == (call, ahead)
+        )
+        self.passed_ns += self.takes_ns
+        if call == self.stuck:
+            self.passed_ns += 10 * self.takes_ns
+            assert self.is_over.wait(60)
+
+    def run(self, pipeline):
+        self.pipeline = pipeline
+        pipeline.saturate()
+        try:
+            pipeline.rank0.run(self.envelopes)
+        finally:
+            self.is_over.set()
+
+
+def beatless(config):
+    liveness = msgspec.structs.replace(config.liveness, frozen_ms=1e9, watchdog_s=200)
+    return msgspec.structs.replace(config, liveness=liveness)
+
+
+@pytest.mark.parametrize(("form", "d_in"), [("split", 16), ("serial", 2)])
+def test_time_that_an_envelope_waits_for_its_turn_is_none_of_its_result_s(
+    build, form, d_in, monkeypatch
+):
+    policy = TimedPolicy(monkeypatch, 40, d_in, takes_s=150)
+    with build(form, policy, f"pipeline.d_in={d_in}") as pipeline:
+        policy.run(pipeline)
+        assert len(pipeline.collector.chunks) == 40
+
+
+@pytest.mark.parametrize(("form", "d_in"), [("split", 16), ("serial", 2)])
+def test_a_result_that_does_not_come_in_its_turn_is_overdue(build, form, d_in, monkeypatch):
+    policy = TimedPolicy(monkeypatch, 40, d_in, takes_s=20, stuck=20)  # 220 s, limit 202 s
+    overdue = pytest.raises(WatchdogError, match=r"no result of envelope 20 for 202\.0 s")
+    with build(form, policy, f"pipeline.d_in={d_in}") as pipeline, overdue:
+        policy.run(pipeline)
 
 
 def test_whoever_looks_while_an_envelope_leaves_does_not_take_it_for_overdue(build, monkeypatch):
