@@ -72,10 +72,10 @@ class Turns:
             raise ProtocolError(f"envelope {index} was to be sent, {self._given} is due")
         return self.of(index)
 
-    def name_of(self, turn: ReplicaTurn) -> int:
-        """The envelope of a turn; as ``of``."""
+    def name_of(self, turn: ReplicaTurn) -> int | None:
+        """The envelope of a turn; as ``of``, and None of one that was emitted long ago."""
         newest = range(self._given - 1, max(-1, self._given - 1 - len(self._turns)), -1)
-        return next(index for index in newest if self.of(index) == turn)
+        return next((index for index in newest if self.of(index) == turn), None)
 
     def lose(self, replica: int) -> None:
         """No envelope goes there any more; those that are there have no results."""
@@ -172,8 +172,8 @@ class ReplicasIn:
         turn = self.turns.of(index)
         return self._hops[turn.replica].slot(turn.at)
 
-    def name_of(self, replica: int, index: int) -> int:
-        """The run's index of an envelope that a replica names, and that is under way."""
+    def name_of(self, replica: int, index: int) -> int | None:
+        """The run's index of an envelope that a replica names; None: it is under way no more."""
         return self.turns.name_of(ReplicaTurn(replica, index))
 
     def lose(self, replica: int, waiter: Waiter) -> None:

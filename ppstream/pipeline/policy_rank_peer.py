@@ -53,7 +53,8 @@ class PolicyRankPeer:
     Attributes:
         rank: its rank.
         bears_loss: the run may go on without it; asked where it cannot be reached.
-        name_of: gives the index of the run to an index of its hops; set where these differ.
+        name_of: gives the index of the run to an index of its hops, or None where that is not
+            known any more; set where these differ.
         is_member: of a mesh, and not its leader: no result is owed by it.
         log_refused: why its log could not be written, when it was asked last.
         parts_ns: mean duration of each part that runs there, when it was asked last.
@@ -70,7 +71,7 @@ class PolicyRankPeer:
         self.rank = rank
         placement = config.placement
         self.bears_loss: Callable[[], bool] = lambda: False
-        self.name_of: Callable[[int], int] = lambda index: index
+        self.name_of: Callable[[int], int | None] = lambda index: index
         self.is_member = placement.leader_of(rank) != rank
         self._mesh = mesh
         self._resource = f"place{rank}" if placement.places > 1 else "mesh"
@@ -126,7 +127,8 @@ class PolicyRankPeer:
                     self._mesh.note(self.rank, frame.index, fault.line, now_ns())
                 if not self.is_member:
                     index = self.name_of(frame.index)
-                    self._rank0.log_fault("B", fault, self.rank, index=index)
+                    name = {} if index is None else {"index": index}
+                    self._rank0.log_fault("B", fault, self.rank, **name)
             case PartTimes():
                 self.parts_ns = frame.times_ns
             case Instructed():

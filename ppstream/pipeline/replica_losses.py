@@ -31,8 +31,8 @@ SERVED: Final = ("ready", "degraded", "draining")  # phases in which a replica m
 class ReplicaHops(Protocol):
     """Rank 0's hops to and from all replicas, as far as losses go."""
 
-    def name_of(self, replica: int, index: int) -> int:
-        """The run's index of an envelope that a replica names, and that is under way."""
+    def name_of(self, replica: int, index: int) -> int | None:
+        """The run's index of an envelope that a replica names; None: it is not known any more."""
 
     def lose(self, replica: int, waiter: Waiter, /) -> None:
         """Go on without a replica."""

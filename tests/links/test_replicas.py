@@ -195,3 +195,4 @@ def test_an_index_of_a_replica_names_the_run_s_envelope() -> None:
         assert replicas.there[turn.replica].slot(turn.at).words[INDEX] == turn.at
         replicas.answer(turn.replica)
         replicas.receive()
+    assert replicas.into.name_of(0, 0) is None, "it left long ago"

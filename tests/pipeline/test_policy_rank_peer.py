@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from peers import pump_until, two_peers
@@ -11,9 +12,12 @@ from pipeline_in_process import small_config
 
 from ppstream.control.peer import Peer
 from ppstream.core.errors import PeerLostError
+from ppstream.core.user_code import Fault
 from ppstream.core.waiter import Waiter
+from ppstream.links.replicas import ReplicaTurn, Turns
+from ppstream.links.slots import LinkShape, SlotLayout
 from ppstream.pipeline.policy_rank_peer import PolicyRankPeer, instruct_all
-from ppstream.wire.rank_messages import Instructed, Instruction
+from ppstream.wire.rank_messages import Control, Instructed, Instruction, PolicyFault
 
 
 class Rank:
@@ -22,13 +26,22 @@ class Rank:
     def __init__(self, number: int, waiter: Waiter) -> None:
         self.near, self.far = two_peers()
         self.known = PolicyRankPeer(self.near, small_config(), number)
-        self.known.attach(SimpleNamespace(waiter=waiter))  # type: ignore[arg-type]
+        self.logged: list[tuple[str, dict[str, int]]] = []
+        rank0: Any = SimpleNamespace(waiter=waiter, log_fault=self.log_fault)
+        self.known.attach(rank0)
 
-    def answer(self, number: int, fault: str = "") -> None:
-        """It has taken in a text; rank 0 hears of it."""
-        self.far.send(Instructed(number, fault))
+    def log_fault(self, stage: str, fault: Fault, rank: int, **fields: int) -> None:
+        self.logged.append((fault.what, fields))
+
+    def say(self, frame: Control) -> None:
+        """Rank 0 hears of it."""
+        self.far.send(frame)
         pump_until(self.near, lambda: bool(self.near.inbox))
         self.known.on_control_frame(self.near.inbox.popleft())
+
+    def answer(self, number: int, fault: str = "") -> None:
+        """It has taken in a text."""
+        self.say(Instructed(number, fault))
 
     def texts(self, count: int) -> list[int]:
         pump_until(self.far, lambda: len(self.far.inbox) == count)
@@ -109,3 +122,18 @@ def test_a_text_that_is_sent_while_a_replica_is_being_lost_is_answered(
     assert left.texts(1) == [1]
     left.answer(1)
     assert desk.heard == [(1, "")]
+
+
+def test_a_fault_that_is_told_long_after_its_envelope_left_is_told_without_its_name(
+    ranks: tuple[Rank, Rank],
+) -> None:
+    """Between hosts results come over a connection of their own, which may be the faster one."""
+    layout = SlotLayout((), (), 1)
+    turns = Turns(2, LinkShape(layout, layout, d_in=2, d_out=2))
+    for index in range(20):
+        turns.give(index)
+    replica, _ = ranks
+    replica.known.name_of = lambda at: turns.name_of(ReplicaTurn(0, at))
+    replica.say(PolicyFault(9, "ValueError", "", "ValueError: newest"))
+    replica.say(PolicyFault(1, "ValueError", "", "ValueError: late"))
+    assert replica.logged == [("ValueError: newest", {"index": 18}), ("ValueError: late", {})]
