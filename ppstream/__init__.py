@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from ppstream.robot.client import RobotClient as RobotClient
     from ppstream.robot.control_loop import ControlLoop as ControlLoop
     from ppstream.robot.control_loop import LoopStatistics as LoopStatistics
+    from ppstream.robot.fleet_directory import FleetDirectory as FleetDirectory
     from ppstream.robot.statistics import ClientStatistics as ClientStatistics
     from ppstream.robot.timeline import ActionTimeline as ActionTimeline
     from ppstream.wire.keys import client_keys as client_keys
@@ -39,6 +40,7 @@ _HOME = {
     "ConfigError": "ppstream.core.errors",
     "ControlLoop": "ppstream.robot.control_loop",
     "Decoder": "ppstream.policy.protocol",
+    "FleetDirectory": "ppstream.robot.fleet_directory",
     "LoopStatistics": "ppstream.robot.control_loop",
     "PipelineConfig": "ppstream.config.schema",
     "Policy": "ppstream.policy.protocol",

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 from fleet_robot import ROBOTS, RUN
 
+from ppstream import FleetDirectory
 from ppstream.core.errors import ConfigError
 from ppstream.fleet.fleet_config import endpoint_of, read
+from ppstream.launch import commands
 from ppstream.wire.keys import allow, make_pair
 
+PAGE = Path(__file__).parents[2] / "runbooks" / "fleet.md"
 PLAIN = 'name = "arms"\nrun = "arm.toml"\npipelines = 2\n'
 
 
@@ -106,3 +110,21 @@ def test_no_file_is_said(tmp_path: Path) -> None:
 def test_each_pipeline_has_an_address_of_its_own() -> None:
     assert endpoint_of("tcp://{node}:{port}", "a", "10.0.0.7", 99) == "tcp://10.0.0.7:99"
     assert endpoint_of("unix:///r/{uid}/{pipeline}", "a", "", 0) == "unix:///r/{uid}/a"
+
+
+def test_the_page_s_fleet_is_one_of_a_run_that_init_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shown = dict(re.findall(r"```(toml|python)\n(.*?)```", PAGE.read_text(), re.S))
+    assert commands.main(["init", "my-arm"]) == 0
+    key = make_pair("server", tmp_path)
+    allow(tmp_path / "allowed", "arm-7", make_pair("arm-7", tmp_path))
+    (tmp_path / "directory.token").write_text("secret\n")
+    (tmp_path / "fleet.toml").write_text(shown["toml"].replace("/srv/arms", str(tmp_path)))
+    plan = read(tmp_path / "fleet.toml")
+    assert (plan.server_key, plan.token) == (key.decode(), "secret")
+    asks, _, _ = shown["python"].partition("client = ")  # which needs a fleet
+    names: dict[str, object] = {}
+    exec(compile(asks, PAGE.name, "exec"), names)
+    assert isinstance(names["directory"], FleetDirectory)
