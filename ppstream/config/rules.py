@@ -377,6 +377,12 @@ def _service_problems(config: PipelineConfig) -> Iterator[str]:
         yield f"service.endpoint: {problem}"
     if service.allowed_uids and not is_unix:
         yield f"service.allowed_uids: got some with {endpoint!r}, want a unix:// endpoint or none"
+    others = [uid for uid in service.allowed_uids if uid != os.geteuid()]
+    if others and "{uid}" in endpoint and path is not None:
+        yield (
+            f"service.allowed_uids: got {others[0]} with {endpoint!r}, where each process fills in "
+            f"its own user for {{uid}}; want a path that is the same for all, as unix://{path}"
+        )
     given = [key for key in (service.secret_key, service.allowed_keys) if key is not None]
     if len(given) == 1:
         yield "service.secret_key: got it or allowed_keys alone, want both or neither"

@@ -139,15 +139,15 @@ class RobotLink:
         def is_over() -> bool:
             return bool(session.session or session.is_hopeless or self.failure)
 
-        told = Told(say, self._endpoint, why_not)
+        told = Told(say, self._socket.endpoint, why_not)
         wait_for(self.changed, is_over, timeout_s, told)
         with self.changed:
-            is_open, refused = session.session != 0, session.refused
+            tried, is_open, refused = self._socket.endpoint, session.session != 0, session.refused
         self.raise_failure()
         if is_open:
             return
         why = f"no answer within {timeout_s:g} s" if refused is None else refused.reason
-        lines = [f"{self._endpoint}: no session: {why}", *(refused.details if refused else ())]
+        lines = [f"{tried}: no session: {why}", *(refused.details if refused else ())]
         raise (HandshakeError if why in HOPELESS else PeerLostError)("\n  ".join(lines))
 
     def wait_executable(self, timeout_s: float | None, say: Say | None = None) -> bool:
@@ -162,7 +162,7 @@ class RobotLink:
         def is_over() -> bool:
             return bool(self.session.executable or self.failure)
 
-        told = Told(say, self._endpoint, lambda: f"the run is {self.session.phase}")
+        told = Told(say, self._socket.endpoint, lambda: f"the run is {self.session.phase}")
         wait_for(self.changed, is_over, timeout_s, told)
         self.raise_failure()
         return self.session.executable

@@ -345,8 +345,8 @@ class UnixClient(_UnixSocket):
     """Connects to ``unix://PATH`` whenever it sends and has no connection."""
 
     def __init__(self, endpoint: str) -> None:
-        super().__init__(endpoint, MAX_FRAME_BYTES)
         self._path = unix_path(endpoint) or ""
+        super().__init__(f"unix://{self._path}", MAX_FRAME_BYTES)
         self._server: socket.socket | None = None
 
     def drain(self, limit: int = MAX_DRAIN) -> list[Frame]:

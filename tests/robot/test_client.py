@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import os
+import re
 import subprocess
 import sys
 import threading
@@ -169,6 +171,13 @@ def test_without_a_server_connect_gives_up_in_time_and_can_be_asked_again(tmp_pa
         with serving(make_config(endpoint)):
             client.connect()
             assert client.connected
+
+
+def test_an_error_names_the_path_that_was_tried(tmp_path: Path) -> None:
+    with make_client(f"unix://{tmp_path}/{{uid}}/robot") as client:
+        tried = re.escape(f"unix://{tmp_path}/{os.geteuid()}/robot: no session: ")
+        with pytest.raises(PeerLostError, match=tried):
+            client.connect(0.1)
 
 
 def test_a_long_wait_says_what_it_is_for_until_it_is_over(tmp_path: Path) -> None:

@@ -162,6 +162,13 @@ def test_a_user_who_is_not_allowed_is_turned_away_and_counted(tmp_path: Path) ->
         ("unix:///tmp/p/r", {"secret_key": "/k", "allowed_keys": "/l"}, "want a tcp:// endpoint"),
         ("tcp://127.0.0.1:0", {"allowed_uids": (0,)}, "want a unix:// endpoint"),
         ("unix:///tmp/p/r", {"allowed_uids": (0,)}, None),
+        ("unix:///tmp/{uid}/r", {"allowed_uids": (os.geteuid(),)}, None),
+        (
+            "unix:///tmp/{uid}/r",
+            {"allowed_uids": (os.geteuid(), os.geteuid() + 1)},
+            f"got {os.geteuid() + 1} with 'unix:///tmp/{{uid}}/r', where each process fills in its "
+            f"own user for {{uid}}; want a path that is the same for all, as unix:///tmp/{os.geteuid()}/r",
+        ),
     ],
 )
 def test_a_configuration_that_guards_the_other_kind_is_refused(
