@@ -40,11 +40,23 @@ def test_what_it_writes_becomes_ready_and_moves_the_arm(tmp_path: Path) -> None:
     assert "1 passed" in done.stdout
 
 
-def test_its_robot_says_what_it_waits_for_and_ends_on_ctrl_c(tmp_path: Path) -> None:
+#: As in 3.10, where pip installs tomli: the same code under another name.
+OLD_PYTHON = """
+import runpy, sys, tomllib
+sys.modules.update(tomli=tomllib, tomllib=None)
+sys.argv[:] = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("interpreter", [(), ("-c", OLD_PYTHON)], ids=["this", "3.10"])
+def test_its_robot_says_what_it_waits_for_and_ends_on_ctrl_c(
+    interpreter: tuple[str, ...], tmp_path: Path
+) -> None:
     assert written(tmp_path) == 0
     toml = tmp_path / "my-arm.toml"
     toml.write_text(toml.read_text().replace("/tmp/ppstream-{uid}", str(tmp_path)))
-    command = [sys.executable, str(tmp_path / "my_arm_robot.py"), str(toml)]
+    command = [sys.executable, *interpreter, str(tmp_path / "my_arm_robot.py"), str(toml)]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as robot:

@@ -5,13 +5,13 @@
 
 import sys
 import threading
-import tomllib
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from msgspec import toml
 
 from ppstream import ControlLoop, RobotClient
 
@@ -49,7 +49,7 @@ def film(client: RobotClient, arm: FakeArm, stream: dict[str, Any], end: threadi
 
 def main(file: str, duration_s: float | None = None) -> None:
     """Move the arm until the time is over or Ctrl-C comes."""
-    run = tomllib.loads(Path(file).read_text())
+    run = toml.decode(Path(file).read_bytes())
     cameras = [stream for stream in run["streams"] if "image" in stream]
     sizes = {c["name"]: (c["image"]["height"], c["image"]["width"], 3) for c in cameras}
     arm, rate_hz = FakeArm(run["streams"][0]["dim"]), run["streams"][0]["rate_hz"]
