@@ -98,7 +98,7 @@ def main() -> int:
     tier = GPU if args.gpu else CPU
     if args.list:
         for fault in tier.faults:
-            print(f"{fault.name:30}{fault.ids:18}{fault.does}")
+            print(f"{fault.name:34} {fault.ids:17} {fault.does}")
         return 0
     if args.gpu and args.quick:
         raise SystemExit("--quick: its faults need no GPU; without --gpu, or --gpu --only NAME ...")

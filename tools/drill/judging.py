@@ -128,7 +128,7 @@ def print_outcome(outcome: FaultOutcome) -> None:
     verdict = "MISSED" if outcome.missed else "ok    "
     ledger = f"  ledger {outcome.ledger}" if outcome.ledger else ""
     orphans = f"  orphans {outcome.orphans}" if outcome.orphans else ""
-    print(f"{verdict} {outcome.name:30}{shown}{oldest}{codes}{ledger}{orphans}")
+    print(f"{verdict} {outcome.name:29} {shown}{oldest}{codes}{ledger}{orphans}")
     print(f"       {outcome.does}; expected {outcome.expected}; seen: {outcome.seen[:160]}")
     if outcome.missed:
         start = NOT_STARTED if outcome.missed.startswith(NOT_STARTED) else ""

@@ -1,8 +1,10 @@
 import math
+import sys
 from typing import Any
 
 import pytest
-from drill.judging import FaultOutcome, judge_robot, merged
+from drill import fault_drill
+from drill.judging import FaultOutcome, judge_robot, merged, print_outcome
 from drill.scene import Tick
 
 
@@ -37,3 +39,15 @@ def test_rows_of_a_page_s_table_are_replaced_and_new_ones_added() -> None:
 
     expected = merged("", [row("a", 4), row("b", 2), row("c", 3)])
     assert merged(page(alone), [row("c", 3), row("a", 4)]) == page(expected)
+
+
+def test_a_name_of_any_length_stays_a_word_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = [fault.name for fault in fault_drill.GPU.faults]
+    assert max(map(len, names)) > 30
+    monkeypatch.setattr(sys, "argv", ["fault_drill.py", "--gpu", "--list"])
+    assert fault_drill.main() == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == names
+    print_outcome(FaultOutcome(max(names, key=len), "", "", "", notice_s=0.5))
+    assert f"{max(names, key=len)} noticed 0.50 s" in capsys.readouterr().out
