@@ -1,4 +1,4 @@
-"""ppstream: live sensors in, timed and gated action chunks out, over a two-rank pipeline.
+"""ppstream: live sensors in, timed and gated action chunks out, over a pipeline of processes.
 
 What users need is importable from here, and loaded on first use, so that a robot's process never
 imports torch. The packages below are ours to move.

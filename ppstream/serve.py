@@ -1,7 +1,7 @@
 """``python -m ppstream.serve``: one rank of a run, from configuration to exit code.
 
-Under torchrun, rank 0 runs stages A and C and the last rank runs stage B; alone, one process runs
-the unpipelined twin. ``--check`` and ``--print-config`` start nothing.
+Under torchrun, rank 0 runs stages A and C, and the policy ranks run stage B, whole or a part each;
+alone, one process runs the unpipelined twin. ``--check`` and ``--print-config`` start nothing.
 """
 
 from __future__ import annotations

@@ -171,7 +171,7 @@ def _with_devices(config: PipelineConfig, _table: dict[str, Any]) -> PipelineCon
 
 
 def _with_depth(config: PipelineConfig, table: dict[str, Any]) -> PipelineConfig:
-    """``d_in`` is the number of ranks."""
+    """``d_in`` is the number of ranks, a mesh counted as one."""
     shape = config.pipeline
     if "d_in" not in table.get("pipeline", {}):
         shape = msgspec.structs.replace(shape, d_in=1 + config.placement.leaders)

@@ -46,8 +46,8 @@ class PipelineShape(Table, frozen=True):
     """Threads of rank 0: serial on one, split for receiving and decoding on another; auto splits
     for long front parts. Set split when C is long."""
     d_in: Annotated[int, Meta(ge=1, le=64)] = 2
-    """Envelopes that wait for the policy; unless stated the number of ranks. Lower it for younger
-    actions, raise it for uneven stages."""
+    """Envelopes that wait for the policy; unless stated the number of ranks, a mesh counted as one.
+    Lower it for younger actions, raise it for uneven stages."""
     d_out: Annotated[int, Meta(ge=1, le=64)] = 2
     """Results that wait for rank 0. Raise it when C is uneven."""
     credit: Literal["before_window", "after_window"] = "before_window"

@@ -26,7 +26,7 @@ class ExitCode(IntEnum):
     GATE_INCONCLUSIVE = 31  # bring-up: overlap could not be proven
 
 
-#: What each code means, and what to do; ``--help`` and runbooks/faults.md show the same.
+#: What each code means, and what to do; ``--help`` and runbooks/exit-codes.md show the same.
 MEANINGS: Final = {
     ExitCode.DRAINED: "asked to stop, or its input has ended; nothing is owed",
     ExitCode.INTERNAL: "an unexpected exception: a bug; its traceback is printed above",
