@@ -22,6 +22,7 @@ from ppstream.analysis.verdict import Verdict
 from ppstream.config import load
 from ppstream.pipeline.stage_c import UNUSABLE
 
+DRILL = BOOKS / "drill-table.md"
 HOUSE = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")]
 FILE = re.compile(r"(?<![\w/.-])((?:[\w-]+/)*[\w-]+\.(?:py|toml|sh|cu|md))\b")
 MADE_UP = {
@@ -101,6 +102,7 @@ def test_the_readme_shows_the_files_that_init_writes() -> None:
         *(stages / "new_arm" / f"{k}.py" for k in ("policy", "robot")),
     ]
     assert len(shown) == len(files) + 1
+    assert shown[0] == files[0].read_text(), "the TOML in whole"
     for block, file in zip(shown, files, strict=False):
         lines = [line.strip() for line in block.splitlines()]
         assert "\n".join(lines).strip() in "\n".join(
@@ -128,6 +130,18 @@ def test_the_readme_brings_its_words_a_few_at_a_time() -> None:
 def _in_text(term: str) -> str:
     """Pattern of a word or its plural, also inside names as ``D_in``'s; of a letter as it is."""
     return rf"\b{term}\b" if len(term) == 1 else rf"(?i:\b{term}s?\b)"
+
+
+def test_the_readme_s_faults_are_rows_of_the_drill_s_table() -> None:
+    """All columns but one, which the page leaves out."""
+    rows = {
+        page: re.findall(r"^\| (`.*) \|$", page.read_text(), re.M) for page in (DRILL, HOUSE[0])
+    }
+    cells = [row.split(" | ") for row in rows[DRILL]]
+    measured = {tuple(row[:6] + row[7:]) for row in cells}
+    shown = {tuple(row) for line in rows[HOUSE[0]] if len(row := line.split(" | ")) == 8}
+    assert len(shown) >= 7
+    assert shown - measured == set()
 
 
 def test_the_resampler_s_ten_lines_run() -> None:
