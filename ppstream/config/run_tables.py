@@ -209,7 +209,8 @@ class LivenessConfig(Table, frozen=True):
     """The same limit before ready: a build, links, first calls, a compilation. Raise it for large
     checkpoints."""
     handshake_s: Positive = 15.0
-    """Time for ranks to find each other. Raise it when ranks start far apart."""
+    """Time for ranks to find each other, without that of hashing weights. Raise it when ranks start
+    far apart."""
     drain_s: Positive = 5.0
     """Time for what is in flight when a run stops. Raise it above the latency of slow policies."""
     policy_errors_max: Count = 5

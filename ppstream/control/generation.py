@@ -16,14 +16,14 @@ import secrets
 import time
 from typing import Final
 
-from ppstream.control.launcher_store import LauncherStore
-from ppstream.core.clock import NS_PER_S, now_ns
+from ppstream.control.launcher_store import LauncherStore, QuietLimit
 from ppstream.core.errors import PeerLostError
 
 NEWEST: Final = "generation"
 ASKED: Final = "generation/asked"  # by rank, the word
 ANSWERED: Final = "generation/answered"  # by word, the number
 HEARD: Final = "generation/heard"  # by word, the number that the rank which asked has
+BUSY: Final = "generation/busy"  # a random word of the rank that told last; below, by rank, its own
 LOOK_S: Final = 0.01
 
 
@@ -43,6 +43,20 @@ def begin_generation(store: LauncherStore, at_least: int) -> int:
     return number
 
 
+def tell_busy(store: LauncherStore) -> None:
+    """Before a rank meets others: have those that wait for it wait on, from now.
+
+    Args:
+        store: the whole of it.
+
+    Raises:
+        PeerLostError: the store is gone.
+    """
+    word = secrets.token_hex(8)
+    store.set(f"{BUSY}/{store.rank}", word)
+    store.set(BUSY, word)
+
+
 def tell_generation(
     store: LauncherStore, number: int, rank: int, limit_s: float, name: str = "policy rank"
 ) -> None:
@@ -52,15 +66,15 @@ def tell_generation(
         store: the whole of it.
         number: of this start.
         rank: the policy rank's.
-        limit_s: how long it may take to ask.
+        limit_s: how long it may take to ask, or be silent when it is busy.
         name: how the error calls it.
 
     Raises:
         PeerLostError: it did not ask within ``limit_s``, or the store is gone.
     """
-    deadline_ns = now_ns() + round(limit_s * NS_PER_S)
+    silence = QuietLimit(store, f"{BUSY}/{rank}", limit_s)
     told = None
-    while now_ns() < deadline_ns:
+    while not silence.is_over():
         word = store.peek(f"{ASKED}/{rank}")
         if word is not None and store.peek(f"{HEARD}/{word}") == str(number):
             return
@@ -68,6 +82,11 @@ def tell_generation(
             store.set(f"{ANSWERED}/{word}", str(number))
             told = word
         time.sleep(LOOK_S)
+    if silence.is_broken:
+        raise PeerLostError(
+            f"{name} was silent for {limit_s:.1f} s while it read policy.weights: does its process "
+            "run, and answers its disk?"
+        )
     raise PeerLostError(
         f"no {name.removeprefix('the ')} connected within {limit_s:.1f} s: did its process start?"
     )
@@ -78,7 +97,8 @@ def ask_generation(store: LauncherStore, limit_s: float) -> LauncherStore:
 
     Args:
         store: the whole of it.
-        limit_s: how long rank 0, and the policy ranks before this one, may take.
+        limit_s: how long rank 0, and the policy ranks before this one, may take; it begins anew
+            whenever a rank says that it is busy.
 
     Raises:
         PeerLostError: rank 0 did not answer within ``limit_s``, or the store is gone.
@@ -86,7 +106,7 @@ def ask_generation(store: LauncherStore, limit_s: float) -> LauncherStore:
     word = secrets.token_hex(16)
     store.set(f"{ASKED}/{store.rank}", word)
     try:
-        number = int(store.get(f"{ANSWERED}/{word}", limit_s))
+        number = int(store.get(f"{ANSWERED}/{word}", limit_s, busy=BUSY))
     except PeerLostError as error:
         raise PeerLostError(
             f"rank 0 did not answer within {limit_s:.1f} s: did it start, and each rank before "

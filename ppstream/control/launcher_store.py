@@ -67,22 +67,51 @@ class LauncherStore:
         except dist.DistError as error:
             raise PeerLostError(f"{STORE_GONE}: {error}") from error
 
-    def get(self, key: str, timeout_s: float) -> str:
+    def get(self, key: str, timeout_s: float, busy: str | None = None) -> str:
         """Returns the value published under ``key``, and waits for it; signals are heard.
+
+        ``timeout_s`` begins anew whenever the value under ``busy`` changes.
 
         Raises:
             PeerLostError: nothing was published within ``timeout_s``, or the store is gone.
         """
-        began_ns = now_ns()
+        began_ns, silence = now_ns(), QuietLimit(self, busy, timeout_s)
         while (value := self.peek(key)) is None:
-            waited_s = (now_ns() - began_ns) / NS_PER_S
-            if waited_s > timeout_s:
+            if silence.is_over():
                 raise PeerLostError(
                     f"no rank published {key!r} within {timeout_s:.1f} s: did every rank start?"
                 )
+            waited_s = (now_ns() - began_ns) / NS_PER_S
             # the store's own wait is deaf to signals
             time.sleep(min(LONGEST_LOOK_S, max(LOOK_S, waited_s * LOOK_SHARE)))
         return value
+
+
+class QuietLimit:
+    """A limit that begins anew whenever the value under ``key`` of ``store`` changes; None: never.
+
+    Attributes:
+        is_broken: it has changed.
+    """
+
+    def __init__(self, store: LauncherStore, key: str | None, limit_s: float) -> None:
+        self.is_broken = False
+        self._store = store
+        self._key = key
+        self._limit_ns = round(limit_s * NS_PER_S)
+        self._newest = None if key is None else store.peek(key)  # may be of an earlier start
+        self._since_ns = now_ns()
+
+    def is_over(self) -> bool:
+        """True when nothing has changed for the limit.
+
+        Raises:
+            PeerLostError: the store is gone.
+        """
+        newest = None if self._key is None else self._store.peek(self._key)
+        if newest != self._newest:
+            self._newest, self._since_ns, self.is_broken = newest, now_ns(), True
+        return now_ns() - self._since_ns > self._limit_ns
 
 
 def open_store(

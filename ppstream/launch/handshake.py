@@ -8,13 +8,12 @@ Settings that only rank 0 reads (sensors' service, bring-up, decode, logs) are n
 
 from __future__ import annotations
 
-import hashlib
 import os
 import platform
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from functools import lru_cache
+from hashlib import sha256
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
@@ -23,13 +22,13 @@ import msgspec
 import torch
 
 from ppstream.config.schema import PipelineConfig
-from ppstream.control.generation import tell_generation
+from ppstream.control.generation import tell_busy, tell_generation
 from ppstream.control.heartbeat import HeartbeatThread
 from ppstream.control.launcher_store import LauncherStore
 from ppstream.control.peer import Peer
 from ppstream.control.peer_process import HeldProcess
 from ppstream.control.rendezvous import Listener, connect
-from ppstream.core.clock import NS_PER_MS, NS_PER_S
+from ppstream.core.clock import NS_PER_MS, NS_PER_S, now_ns
 from ppstream.core.errors import (
     ConfigError,
     HandshakeError,
@@ -40,6 +39,7 @@ from ppstream.core.errors import (
 from ppstream.core.specs import TensorSpec
 from ppstream.core.user_code import how_it_ends
 from ppstream.core.version import VERSION
+from ppstream.launch.rank_exit import Course
 from ppstream.links.protocol import Neighbours
 from ppstream.links.slots import BACK, Position
 from ppstream.observe.run_folder import Run, boot_id
@@ -66,9 +66,12 @@ NVIDIA_VERSION: Final = "/proc/driver/nvidia/version"
 FIRST_RANK: Final = 1  # of the policy
 LINES_MAX: Final = 20  # differences that are told
 NO_WEIGHTS: Final[Mapping[str, str]] = {}
+PIECE_BYTES: Final = 1 << 20
+TELL_NS: Final = NS_PER_S // 5
 TEST_HOOK_PREFIX: Final = "PPSTREAM_TEST_"
 
 _nccl: Final[Any] = torch.cuda.nccl  # torch does not annotate its methods
+_digests: Final[dict[tuple[str, int, int], str]] = {}  # by path, time of change and size
 
 
 def configuration_facts(config: PipelineConfig) -> dict[str, dict[str, Any]]:
@@ -138,19 +141,40 @@ def compare_facts(mine: Mapping[str, Any], theirs: Mapping[str, Any], their_rank
     refuse(difference(mine["equal"], theirs.get("equal", {}), 0, their_rank))
 
 
-def weights_digest(path: str | None) -> str | None:
-    """SHA-256 of the file of weights, wherever each host keeps it; None: there is none."""
+def hash_weights(config: PipelineConfig, course: Course, store: LauncherStore | None) -> str | None:
+    """As ``weights_digest``: of gigabytes, before a rank waits for others.
+
+    Those that wait for this one hear meanwhile through ``store``, the whole of it, that it lives.
+    """
+    told_ns = 0
+
+    def tell() -> None:
+        nonlocal told_ns
+        if store is not None and now_ns() - told_ns > TELL_NS:
+            tell_busy(store)
+            told_ns = now_ns()
+
+    with course.step("the hash of policy.weights"):
+        return weights_digest(config.policy.weights, tell)
+
+
+def weights_digest(path: str | None, on_read: Callable[[], None] = lambda: None) -> str | None:
+    """SHA-256 of the file of weights, wherever each host keeps it; None: there is none.
+
+    A file is read once, until it changes; ``on_read`` is called behind each piece.
+    """
     if path is None:
         return None
     seen = Path(path).stat()
-    return _digest(path, seen.st_mtime_ns, seen.st_size)
-
-
-@lru_cache(maxsize=1)
-def _digest(path: str, _changed_ns: int, _size: int) -> str:
-    """Of a file as it is now: of gigabytes once, for run.json and for the comparison."""
-    with Path(path).open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    state = path, seen.st_mtime_ns, seen.st_size
+    if state not in _digests:
+        digest = sha256()
+        with Path(path).open("rb", buffering=0) as file:
+            while piece := file.read(PIECE_BYTES):
+                digest.update(piece)
+                on_read()
+        _digests[state] = digest.hexdigest()
+    return _digests[state]
 
 
 def _flatten(value: Any, path: str = "") -> list[tuple[str, Any]]:
@@ -230,7 +254,8 @@ def invite(config: PipelineConfig, launcher: LauncherStore, generation: int, ran
         rank: the policy rank's.
 
     Raises:
-        PeerLostError: it did not ask within ``liveness.handshake_s``.
+        PeerLostError: it did not ask, or hashed weights and said nothing, for
+            ``liveness.handshake_s``.
     """
     name, limit_s = _name_of(rank, launcher), config.liveness.handshake_s
     tell_generation(launcher, generation, rank, limit_s, name)
@@ -370,10 +395,11 @@ def connect_neighbours(
 ) -> Neighbours:
     """The policy ranks on either side of this one, whose peers ``stack`` closes; else rank 0.
 
-    A replica has rank 0 on both sides.
+    A replica has rank 0 on both sides. The next rank has ``liveness.start_s`` to come: rank 0,
+    which it meets first, is the one to miss it.
 
     Raises:
-        PeerLostError: one of them did not come within ``liveness.handshake_s``.
+        PeerLostError: one of them did not come.
         ProtocolError: the process that connected is no rank of this run.
     """
     if config.placement.replicas > 1:
@@ -392,7 +418,7 @@ def connect_neighbours(
         stack.callback(before.close)
         before.send(RankHeart(token))
     if listener is not None:
-        behind = listener.accept(limit_s, f"policy rank {place + 1}")
+        behind = listener.accept(config.liveness.start_s, f"policy rank {place + 1}")
         stack.callback(behind.close)
         _expect_token(behind, token, limit_s, "a hop's socket")
         listener.close()

@@ -65,7 +65,9 @@ def run_back(config: PipelineConfig, end: rank_exit.RankEnd, world_size: int) ->
     torch.set_grad_enabled(False)  # else graphs of all calls would hang on the outputs
     placement = device_ranks.place_here(config, world_size)  # rank 0 that refuses hosts no store
     with ExitStack() as stack, end.closing():
-        store = _join(config.liveness.handshake_s)
+        course = rank_exit.Course(config)
+        stack.enter_context(Progress(lambda: _wait(course), f"rank {end.rank}"))
+        store = _join(config, course)
         end.generation = store.generation
         peer, end.run = handshake.introduce(config, store)
         stack.callback(peer.close)
@@ -76,9 +78,7 @@ def run_back(config: PipelineConfig, end: rank_exit.RankEnd, world_size: int) ->
         handshake.start_heartbeat(
             config, peer, lambda: met[0].progress if met else 0, end.leave_when_lost, process, stack
         )
-        course = rank_exit.Course(config)
         stack.callback(rank_exit.start_watchdog(config, course, end).stop)
-        stack.enter_context(Progress(lambda: _wait(course), f"rank {store.rank}"))
         with handshake.saying_goodbye(peer):
             at = config.placement.place_of(store.rank)
             connect = handshake.connect_neighbours
@@ -117,8 +117,11 @@ def run_back(config: PipelineConfig, end: rank_exit.RankEnd, world_size: int) ->
         return reason
 
 
-def _join(limit_s: float) -> LauncherStore:
-    return ask_generation(open_store(timeout_s=limit_s), limit_s)
+def _join(config: PipelineConfig, course: rank_exit.Course) -> LauncherStore:
+    limit_s = config.liveness.handshake_s
+    whole = open_store(timeout_s=limit_s)
+    handshake.hash_weights(config, course, whole)
+    return ask_generation(whole, limit_s)
 
 
 def _look_out(end: rank_exit.RankEnd, loop: PolicyRank, rank0: Peer | None) -> None:

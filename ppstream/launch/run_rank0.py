@@ -97,6 +97,7 @@ def run_front(
             end.generation = begin_generation(launcher, end.generation)
         stack.callback(rank_exit.start_watchdog(config, course, end).stop)
         stack.enter_context(Progress(lambda: _wait(course), "rank 0"))
+        run.describe(weights_sha256=handshake.hash_weights(config, course, launcher))
         met = None if launcher is None else _connect(config, launcher, course, end, run, stack)
         with handshake.saying_goodbye(*met[0]) if met is not None else nullcontext():
             if met is not None:
@@ -445,7 +446,6 @@ def begin_run(run: Run, config: PipelineConfig, placement: Placement) -> None:
             "numpy": np.__version__,
             "python": platform.python_version(),
         },
-        weights=handshake.weights_digest(config.policy.weights),
     )
     describe_topology(run, config, placement)
 

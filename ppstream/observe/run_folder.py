@@ -132,12 +132,8 @@ class Run:
         config: dict[str, Any],
         config_sha256: str,
         versions: dict[str, str],
-        weights: str | None = None,
     ) -> None:
-        """Write run.json as it is known at the start; ``weights`` is the SHA-256 of their file.
-
-        Raises as ``describe``.
-        """
+        """Write run.json as it is known at the start. Raises as ``describe``."""
         before = map(_number, _runs(self.directory.parent))
         self.describe(
             schema=SCHEMA,
@@ -155,7 +151,7 @@ class Run:
             native=native.is_used,
             hardware=hardware(),
             command=sys.argv,
-            weights_sha256=weights,
+            weights_sha256=None,  # of their file, once it is hashed
         )
 
     def finish(self, code: ExitCode) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -17,6 +17,7 @@ from ppstream.control.generation import (
     ASKED,
     ask_generation,
     begin_generation,
+    tell_busy,
     tell_generation,
 )
 from ppstream.control.launcher_store import LauncherStore, open_store
@@ -125,6 +126,40 @@ def test_a_rank_that_was_told_and_is_gone_leaves_its_successor_the_same_number(a
 def test_a_rank_that_does_not_ask_is_lost(agent: Any, name: str, told: str) -> None:
     with pytest.raises(PeerLostError, match=f"{told}.*within 0.1 s: did its process start"):
         tell_generation(opened(agent, 0), 0, 1, 0.1, name)
+
+
+def busy_until(done: Callable[[], bool], store: LauncherStore, seconds: float = LIMIT_S) -> None:
+    """Has a rank say that it is busy, as one does that reads gigabytes."""
+    until = time.monotonic() + seconds
+    while not done() and time.monotonic() < until:
+        tell_busy(store)
+        time.sleep(0.02)
+
+
+def test_a_rank_that_says_it_is_busy_is_waited_for_by_all_and_one_that_fell_silent_is_not(
+    agent: Any,
+) -> None:
+    rank0, *others = (opened(agent, rank, world_size=3) for rank in range(3))
+    limit_s = 1.0
+    with ThreadPoolExecutor() as threads:
+        asking = [threads.submit(ask_generation, store, limit_s) for store in others[:1]]
+        busy_until(lambda: False, opened(agent, 0), 2 * limit_s)
+        number = begin_generation(rank0, 0)
+        tell_generation(rank0, number, 1, limit_s)
+        assert asking[0].result(LIMIT_S).generation == number
+        telling = threads.submit(tell_generation, rank0, number, 2, limit_s, "policy rank 2")
+        busy_until(telling.done, others[1], 2 * limit_s)
+        assert not telling.done()
+        with pytest.raises(PeerLostError, match=r"policy rank 2 was silent for 1\.0 s while"):
+            telling.result(LIMIT_S)
+
+
+def test_a_rank_that_does_not_ask_is_lost_though_another_one_is_busy(agent: Any) -> None:
+    with ThreadPoolExecutor() as threads:
+        telling = threads.submit(tell_generation, opened(agent, 0), 0, 1, 0.2)
+        busy_until(telling.done, opened(agent, 2, world_size=3))
+        with pytest.raises(PeerLostError, match="no policy rank connected within"):
+            telling.result()
 
 
 def test_a_store_that_is_gone_is_a_lost_peer() -> None:

@@ -1,9 +1,16 @@
+import fcntl
 import json
+import os
 import socket
+import sys
+import termios
+from concurrent.futures import ThreadPoolExecutor
+from hashlib import sha256
 from types import SimpleNamespace
 
 import msgspec
 import pytest
+from robot_rig import wait_until
 
 from ppstream.config.schema import (
     ActionConfig,
@@ -14,10 +21,12 @@ from ppstream.config.schema import (
     StreamConfig,
     WindowConfig,
 )
+from ppstream.control.generation import BUSY
 from ppstream.control.peer import Peer
 from ppstream.core.errors import HandshakeError, ProtocolError
 from ppstream.launch import handshake
 from ppstream.launch.handshake import compare_facts, configuration_facts
+from ppstream.launch.rank_exit import Course
 from ppstream.observe.run_folder import Run
 from ppstream.wire.fields import WIRE_MAJOR
 from ppstream.wire.rank_messages import (
@@ -72,6 +81,32 @@ def test_weights_are_compared_by_what_they_hold_wherever_they_lie(tmp_path):
     compare_facts(mine, with_weights(tmp_path, "theirs.safetensors", b"abc"), 1)
     with pytest.raises(HandshakeError, match=r"config\.policy\.weights: rank 0 has .*, rank 1 has"):
         compare_facts(mine, with_weights(tmp_path, "other.safetensors", b"abd"), 1)
+
+
+def test_a_rank_that_hashes_its_weights_says_so_to_those_that_wait_for_it(tmp_path):
+    weights, content = tmp_path / "w.safetensors", b"abc" * 1000
+    os.mkfifo(weights)  # a slow disk
+    config = msgspec.structs.replace(
+        CONFIG, policy=PolicyConfig(target="p:build", weights=str(weights))
+    )
+    course, words = Course(config), []
+    store = SimpleNamespace(rank=1, set=lambda key, word: words.append((key, word)))
+    with ThreadPoolExecutor() as threads:
+        hashing = threads.submit(handshake.hash_weights, config, course, store)
+        with weights.open("wb", buffering=0) as disk:
+            count = 0
+            while len(words) < 4 and not hashing.done():
+                count += disk.write(content)
+                wait_until(lambda: hashing.done() or unread(disk) == 0)
+            assert course.step_name == "the hash of policy.weights"
+        assert hashing.result(60) == sha256(content * (count // len(content))).hexdigest()
+    assert [key for key, _ in words[:4]] == [f"{BUSY}/1", BUSY] * 2
+    assert words[0][1] == words[1][1] != words[2][1]
+
+
+def unread(pipe):
+    """Bytes that a pipe holds."""
+    return int.from_bytes(fcntl.ioctl(pipe, termios.FIONREAD, bytes(4)), sys.byteorder)
 
 
 def test_why_a_rank_was_refused_is_read_though_the_other_one_has_left(monkeypatch):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import slow_hash
 from ranks import NOTICED_BY, SERVE, Ranks, assert_no_rank_outlives, placed
 from recorded_runs import played
 from recording_files import made_recording
@@ -15,6 +16,7 @@ from robot_rig import wait_until
 
 from ppstream.analysis.judge import judge
 from ppstream.analysis.log_reader import read_run
+from ppstream.launch import handshake
 from ppstream.report import attribution
 from ppstream.report.text import render
 
@@ -80,6 +82,17 @@ def auto(ranks: int, parts_ms: str = "") -> tuple[str, ...]:
         return settings
     options = f"policy.options={{parts_ms=[{parts_ms}], horizon=4, action_dim=2}}"
     return *settings, options, "simulate.a_ms=0", "simulate.c_ms=0"
+
+
+def test_ranks_wait_for_one_that_hashes_its_weights_for_longer_than_they_wait_for_others(tmp_path):
+    weights = tmp_path / "w.safetensors"
+    with weights.open("wb") as file:
+        file.truncate(slow_hash.PIECES * handshake.PIECE_BYTES)
+    options = f"policy.options={{{SHAPE}}}"
+    settings = f"policy.weights={weights}", "liveness.handshake_s=3", PARTS[0], options
+    with Ranks(tmp_path, *settings, *placed(1, 1, 2), world_size=3, module="slow_hash") as run:
+        assert run.wait(60) == [0, 0, 0], run.output()
+        assert "rank 2: the hash of policy.weights: for " in run.output()
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
