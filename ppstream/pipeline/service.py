@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import subprocess
 import threading
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -53,6 +54,16 @@ class Service:
         self._view: ChildProcess | None = None
 
     def __enter__(self) -> Service:
+        with ExitStack() as stack:
+            stack.callback(self._close)
+            self._start()
+            stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._close()
+
+    def _start(self) -> None:
         service = self.config.service
         view_fd = None
         if self.config.view.port is not None:
@@ -74,24 +85,30 @@ class Service:
                 self._gateway = start_gateway(self.config, self._run, self.sessions.endpoint)
         if service.actions_file is not None:
             self._actions = ActionFile(Path(service.actions_file), len(self.config.actions.names))
-        return self
 
-    def __exit__(self, *_: object) -> None:
-        if self.sessions is not None:
-            self.sessions.set_phase("stopped")
-            if self._gateway is not None:
-                self._gateway.close()
-            self.sessions.close()
-        if self._recorder is not None:
-            self._rank0.stage_a.recorder = None
-            self._rank0.log.flush()  # what it still has to tell
-            for lost in self._recorder.close():
-                self._rank0.log.event("recorder", **lost)
-        if self._view is not None:
-            self._view.close()
-        self._end_robot()
-        if self._actions is not None:
-            self._actions.close()
+    def _close(self) -> None:
+        """End what there is, from the last to the first: files, then processes that may stand.
+
+        A rank whose peer is gone leaves in a second, wherever this is.
+        """
+        with ExitStack() as stack:
+            stack.callback(self._end_robot)
+            for child in (self._view, self._gateway):
+                if child is not None:
+                    stack.callback(child.close)
+            if self._actions is not None:
+                stack.callback(self._actions.close)
+            if self._recorder is not None:
+                stack.callback(self._close_recorder, self._recorder)
+            if self.sessions is not None:
+                stack.callback(self.sessions.close)
+                self.sessions.set_phase("stopped")
+
+    def _close_recorder(self, recorder: Recorder) -> None:
+        self._rank0.stage_a.recorder = None
+        self._rank0.log.flush()  # what it still has to tell
+        for lost in recorder.close():
+            self._rank0.log.event("recorder", **lost)
 
     def run(self) -> None:
         """Serve until a stop is asked for, the recording ends, or ``duration_s`` is over."""

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +23,17 @@ from pipeline_in_process import NewestValues, PipelineInProcess, small_config
 from robot_rig import MS, wait_until
 
 from ppstream.config.schema import PipelineConfig, RecordConfig, ServiceConfig
+from ppstream.control.peer_process import children
 from ppstream.core.clock import now_ns
+from ppstream.core.errors import ConfigError
 from ppstream.observe.run_folder import Run
 from ppstream.pipeline.service import Service
 from ppstream.recording.repeated_actions import compare_actions
 from ppstream.robot.client import RobotClient
 
 ORIGIN_NS = 10**17  # of the robot's clock
+MAGIC = b"\x89MCAP0\r\n"  # where a file begins, and where it ends
+GATEWAY = 'gateway=[{wire="openpi", listen="127.0.0.1:0", map={joints="j", imu="i"}}]'
 
 
 def serve(config: PipelineConfig, folder: Path, robot: Any = None) -> None:
@@ -114,6 +122,54 @@ def test_what_a_robot_was_answered_is_answered_again_bit_for_bit(tmp_path: Path)
     assert {"phase": "ready"} in phases
     # The recording of the replay is the recording again.
     assert samples(second, "arm") == samples(first, "arm")
+
+
+def is_whole(folder: Path) -> bool:
+    """The recording is complete: what was written has its end."""
+    file = folder / "run.mcap"
+    content = file.read_bytes() if file.exists() else b""
+    return len(content) > 2 * len(MAGIC) and content.endswith(MAGIC)
+
+
+def test_a_service_that_cannot_begin_ends_all_that_it_has_started(tmp_path: Path) -> None:
+    with PipelineInProcess(small_config(), NewestValues(), tmp_path, inline=True) as pipeline:
+
+        def held() -> tuple[list[int], set[str], int]:
+            threads = {thread.name for thread in threading.enumerate()}
+            return [*children(os.getpid())], threads, len(os.listdir("/proc/self/fd"))
+
+        before = held()
+        with socket.create_server(("127.0.0.1", 0)) as taken:
+            endpoint = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
+            config = with_service(small_config("view.port=0"), tmp_path, endpoint=endpoint)
+            with (
+                pytest.raises(ConfigError, match="in use"),
+                Service(config, Run(tmp_path), pipeline.rank0),
+            ):
+                raise AssertionError("two may not listen there")
+        assert held() == before
+        assert is_whole(tmp_path)
+
+
+def test_a_recording_is_whole_before_a_gateway_that_stands_is_ended(tmp_path: Path) -> None:
+    """A rank that has lost another one leaves within a second, a gateway within eight."""
+    config = with_service(small_config(GATEWAY), tmp_path, endpoint="tcp://127.0.0.1:0")
+    with (
+        PipelineInProcess(config, NewestValues(), tmp_path, inline=True) as pipeline,
+        ThreadPoolExecutor() as threads,
+    ):
+        service = Service(config, Run(tmp_path), pipeline.rank0)
+        others = {*children(os.getpid())}
+        service.__enter__()
+        (gateway,) = {*children(os.getpid())} - others
+        os.kill(gateway, signal.SIGSTOP)
+        leaving = threads.submit(service.__exit__, None, None, None)
+        try:
+            wait_until(lambda: is_whole(tmp_path))
+            assert not leaving.done()
+        finally:
+            os.kill(gateway, signal.SIGCONT)
+        leaving.result(60)
 
 
 def messages(folder: Path, topic: str) -> list[dict[str, Any]]:
