@@ -23,6 +23,7 @@ from typing import Final
 CREDENTIALS: Final = struct.Struct("3i")  # pid, uid, gid: struct ucred of SO_PEERCRED
 MS_PER_S: Final = 1000
 START_TIME: Final = 22 - 3  # field of /proc/PID/stat, counted behind the name
+GUARDED: Final = "PPSTREAM_GUARDED_RANK"  # a rank's guard has this and no RANK (launch/guard.py)
 BEREFT_S: Final = 2.0  # a module whose starter is gone ends by itself within this, or is made to
 SAME: Final = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
 
@@ -146,12 +147,12 @@ def of_ranks(
 
 
 def ranks_started_by(launcher: int) -> dict[int, int]:
-    """The processes of the ranks that a launcher has started, by rank."""
+    """The processes of the ranks, or of their guards, that a launcher has started, by rank."""
     found = {}
     for pid in children(launcher):
         for word in _words(Path(f"/proc/{pid}/environ"), "\0"):
             name, _, value = word.partition("=")
-            if name == "RANK":
+            if name in ("RANK", GUARDED):
                 found[int(value)] = pid
     return found
 

@@ -16,7 +16,7 @@ import sys
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
-from ppstream.control.peer_process import HeldProcess
+from ppstream.control.peer_process import GUARDED, HeldProcess
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from ppstream.config.schema import PipelineConfig
 
-RANK: Final = "PPSTREAM_GUARDED_RANK"  # a guard has no RANK: nobody takes it for the rank
+RANK: Final = GUARDED  # a guard has no RANK: nobody takes it for the rank
 LINKED_FD: Final = "PPSTREAM_GUARD_FD"  # the rank writes there that its loop runs
 PASSED_ON: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 LOOK_S: Final = 0.1

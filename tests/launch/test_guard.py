@@ -5,11 +5,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
-from ranks import CONFIG
+from ranks import CONFIG, environment_without_ranks, free_port
+from robot_rig import wait_until
 
 from ppstream.config import load
+from ppstream.control.peer_process import children, ranks_started_by
 from ppstream.launch import guard
 
 SPARE = ("placement.replicas=3", "placement.replicas_min=2")
@@ -35,6 +39,25 @@ def test_replicas_that_may_be_lost_have_one(
     assert guard.is_wanted(config, rank) == wanted
     monkeypatch.setenv(guard.LINKED_FD, "9")
     assert not guard.is_wanted(config, rank), "it has one"
+
+
+@contextmanager
+def guarded() -> Iterator[subprocess.Popen[str]]:
+    """The guard of rank 1 of four, which looks for a store that nobody serves."""
+    ranks = {"WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    environment = environment_without_ranks() | ranks | {guard.RANK: "1"}
+    command = [sys.executable, "-m", guard.__name__, "--config", str(CONFIG)]
+    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            wait_until(lambda: [*children(process.pid)])
+            yield process
+        finally:
+            process.kill()
+
+
+def test_its_launcher_finds_it_as_the_rank_that_it_guards() -> None:
+    with guarded() as process:
+        assert ranks_started_by(os.getpid())[1] == process.pid
 
 
 def test_a_rank_that_ends_before_rank_0_can_see_it_ends_its_guard_so() -> None:

@@ -211,5 +211,15 @@ def test_a_run_outlives_a_replica_that_it_can_do_without(tmp_path):
         assert run.wait() == 0, run.text()
 
 
+def test_a_stop_before_replicas_have_met_rank_0_is_heard_by_all(tmp_path: Path) -> None:
+    """Those that may be lost have guards, which the launcher has started."""
+    settings = "placement.replicas=2", "placement.replicas_min=1", "liveness.handshake_s=60"
+    with launched(tmp_path, *SERVE_ON, *settings) as run:
+        wait_until((tmp_path / "latest").exists, seconds=40)
+        run.process.send_signal(signal.SIGTERM)
+        assert run.wait(30) == 0, run.text()
+        assert "did not answer" not in run.text()
+
+
 def ledgers(run: Launched) -> int:
     return sum(line["kind"] == "ledger" for line in run.log.lines(0))
