@@ -80,7 +80,8 @@ def main(arguments: Sequence[str]) -> int:
     if is_linked and not asked:
         return 0  # what was lost is told by rank 0, which went on, or ended the run
     if rank.returncode < 0:  # as a signal ended it
-        signal.signal(-rank.returncode, signal.SIG_DFL)
+        with suppress(OSError):  # SIGKILL has no handler
+            signal.signal(-rank.returncode, signal.SIG_DFL)
         os.kill(os.getpid(), -rank.returncode)
     return rank.returncode
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -58,6 +59,18 @@ def guarded() -> Iterator[subprocess.Popen[str]]:
 def test_its_launcher_finds_it_as_the_rank_that_it_guards() -> None:
     with guarded() as process:
         assert ranks_started_by(os.getpid())[1] == process.pid
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGUSR2])
+def test_a_rank_that_a_signal_ends_before_rank_0_can_see_it_ends_its_guard_so(
+    how: signal.Signals,
+) -> None:
+    with guarded() as process:
+        (rank,) = children(process.pid)
+        os.kill(rank, how)
+        _, said = process.communicate(timeout=60)
+        assert process.returncode == -how, said
+        assert "Traceback" not in said
 
 
 def test_a_rank_that_ends_before_rank_0_can_see_it_ends_its_guard_so() -> None:
