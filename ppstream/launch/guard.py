@@ -70,7 +70,8 @@ def main(arguments: Sequence[str]) -> int:
         rank.send_signal(number)
 
     for number in PASSED_ON:
-        signal.signal(number, pass_on)
+        if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # by nohup
+            signal.signal(number, pass_on)
     while rank.poll() is None:
         if launcher is not None and launcher.wait_gone(0):
             return _end(rank)

@@ -32,7 +32,7 @@ from ppstream.observe.run_folder import Run
 if TYPE_CHECKING:
     from ppstream.config.schema import PipelineConfig
 
-STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # the last not with nohup
 #: Rank 0 gets a stop first, so that the other one's end is never taken for a failure.
 LEAD_S: Final = 0.2
 SPARE_S: Final = 5.0  # on top of what the ranks need to drain and close
@@ -107,7 +107,8 @@ class RankLauncher:
         """Start the ranks with these arguments, and return how the run ended."""
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does
         for number in STOP_SIGNALS:
-            signal.signal(number, self._stop)
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, self._stop)
         threading.Thread(target=self._launch, args=(arguments,), daemon=True).start()
         while not self._over.wait(LEAD_S):
             pass  # a wait without limit may miss a signal that another thread receives

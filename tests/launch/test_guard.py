@@ -8,6 +8,8 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 import pytest
 from ranks import CONFIG, environment_without_ranks, free_port
@@ -43,12 +45,13 @@ def test_replicas_that_may_be_lost_have_one(
 
 
 @contextmanager
-def guarded() -> Iterator[subprocess.Popen[str]]:
+def guarded(*by: str) -> Iterator[subprocess.Popen[str]]:
     """The guard of rank 1 of four, which looks for a store that nobody serves."""
     ranks = {"WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     environment = environment_without_ranks() | ranks | {guard.RANK: "1"}
-    command = [sys.executable, "-m", guard.__name__, "--config", str(CONFIG)]
-    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as process:
+    command = [*by, sys.executable, "-m", guard.__name__, "--config", str(CONFIG)]
+    pipes: Any = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, env=environment, **pipes) as process:
         try:
             wait_until(lambda: [*children(process.pid)])
             yield process
@@ -59,6 +62,22 @@ def guarded() -> Iterator[subprocess.Popen[str]]:
 def test_its_launcher_finds_it_as_the_rank_that_it_guards() -> None:
     with guarded() as process:
         assert ranks_started_by(os.getpid())[1] == process.pid
+
+
+@pytest.mark.parametrize(("by", "is_heard"), [((), True), (("nohup",), False)])
+def test_a_terminal_that_closes_is_passed_on_unless_nohup_says_otherwise(
+    by: tuple[str, ...], is_heard: bool
+) -> None:
+    with guarded(*by) as process:
+
+        def is_caught(number: signal.Signals) -> bool:
+            status = Path(f"/proc/{process.pid}/status").read_text()
+            caught = int(status.partition("SigCgt:")[2].split()[0], 16)
+            return bool(caught >> number - 1 & 1)
+
+        wait_until(lambda: is_caught(signal.SIGTERM))  # they are set in this order:
+        wait_until(lambda: is_caught(signal.SIGINT) and is_caught(signal.SIGHUP) >= is_heard)
+        assert is_caught(signal.SIGHUP) == is_heard
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGUSR2])

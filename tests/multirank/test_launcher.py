@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -123,6 +124,35 @@ def test_a_terminal_that_closes_while_ranks_start_ends_with_0(tmp_path: Path) ->
         assert run.wait(12) == 0, run.text()
 
 
+def test_a_run_that_nohup_has_started_outlives_its_terminal(tmp_path: Path) -> None:
+    output = tmp_path / "output"
+    command = ["nohup", sys.executable, "-m", "ppstream.launch.commands", "run", str(CONFIG)]
+    command += ["--nproc=1", "--set", f"log.root={tmp_path}"]
+    command += [part for setting in SERVE_ON for part in ("--set", setting)]
+    log = Ranks.of_log(tmp_path, [output])
+    with (
+        output.open("w") as file,
+        subprocess.Popen(
+            command,
+            env=environment_without_ranks(),
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=file,
+            start_new_session=True,
+        ) as process,
+    ):
+        try:
+            wait_until((tmp_path / "latest").exists, seconds=60)
+            log.wait_for_event("phase", phase="ready")
+            os.killpg(process.pid, signal.SIGHUP)
+            written = ledgers(log)
+            wait_until(lambda: ledgers(log) > written + 2, seconds=30)  # one a second
+            process.terminate()
+            assert process.wait(60) == 0, output.read_text()
+        finally:
+            process.kill()
+
+
 def test_a_stop_signal_before_anything_has_started_starts_nothing(tmp_path: Path) -> None:
     with launched(tmp_path, *SERVE_ON) as run:
         run.process.terminate()
@@ -201,8 +231,8 @@ def test_a_run_outlives_a_replica_that_it_can_do_without(tmp_path):
         run.log.wait_for_event("phase", phase="ready")
         os.kill(run.log.pid_of(2), signal.SIGSTOP)
         run.log.wait_for_event("phase", phase="degraded")
-        written = ledgers(run)
-        wait_until(lambda: ledgers(run) > written + 3, seconds=60)  # one a second
+        written = ledgers(run.log)
+        wait_until(lambda: ledgers(run.log) > written + 3, seconds=60)  # one a second
         assert [line["phase"] for line in run.log.lines(0) if line.get("name") == "phase"][-2:] == [
             "ready",
             "degraded",
@@ -221,5 +251,5 @@ def test_a_stop_before_replicas_have_met_rank_0_is_heard_by_all(tmp_path: Path) 
         assert "did not answer" not in run.text()
 
 
-def ledgers(run: Launched) -> int:
-    return sum(line["kind"] == "ledger" for line in run.log.lines(0))
+def ledgers(log: Ranks) -> int:
+    return sum(line["kind"] == "ledger" for line in log.lines(0))

@@ -219,6 +219,7 @@ def _forget_the_parent() -> None:
     for number in signal.valid_signals():
         if callable(signal.getsignal(number)):
             signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # also where nohup started the tests
     signal.signal(signal.SIGINT, signal.default_int_handler)
     threading.current_thread().name = "MainThread"  # of whichever thread began the fork
     logging.disable(logging.NOTSET)
