@@ -427,12 +427,17 @@ def _check_ledgers(*intakes: Intake) -> None:
 
 
 def _release_policy_ranks(rank0: Rank0Loop) -> None:
-    """Nothing is in flight: let the policy ranks go, and wait until they say goodbye."""
+    """Nothing is in flight: let the policy ranks go, and wait until they say goodbye.
+
+    One may be busy first, as with a text, for as long as its own watchdog lets it be.
+    """
+    limit_ns = GOODBYE_LIMIT_NS + round(rank0.config.liveness.watchdog_s * NS_PER_S)
     for policy_rank in rank0.executor.all_ranks:
         policy_rank.tell(Drain(rank0.stop_reason or "the recording has ended"))
     for policy_rank in rank0.executor.all_ranks:
         with suppress(PeerLostError if policy_rank.bears_loss() else PeerLeftError):
-            policy_rank.peer.receive(GOODBYE_LIMIT_NS)
+            while True:  # what it had been asked is answered first
+                policy_rank.peer.receive(limit_ns, "its goodbye")
 
 
 def begin_run(run: Run, config: PipelineConfig, placement: Placement) -> None:

@@ -4,13 +4,21 @@ import re
 import resource
 import shutil
 import signal
+import subprocess
 import time
+from pathlib import Path
 
 import pytest
 from ranks import END_LIMIT_S, JUDGED_AGAIN, Ranks
 from robot_rig import wait_until
 
+from ppstream.core.clock import NS_PER_S
+from ppstream.launch.run_rank0 import GOODBYE_LIMIT_NS
+from ppstream.robot.client import RobotClient
+
 pytestmark = pytest.mark.multirank
+
+DROID = Path(__file__).parents[1] / "support" / "droid.toml"
 
 #: How fast a busy machine is proves nothing here.
 SERVE_ON = (
@@ -94,6 +102,24 @@ def test_a_signal_to_both_ranks_drains_with_zero(tmp_path):
         assert ranks.wait(12) == [0, 0], ranks.output()
         assert time.monotonic() - began < 10
         assert [end["code"] for end in ranks.exits().values()] == [0, 0]
+
+
+def test_a_policy_rank_that_is_busy_when_a_run_drains_is_waited_for(tmp_path):
+    """It encodes a text, say: nothing is owed, and it is alive."""
+    settings = ("policy.target=told_echo:build", "policy.instructions=true", "gateway=[]")
+    patient = ("liveness.watchdog_s=200", f"service.endpoint=unix://{tmp_path}/r")
+    with Ranks(tmp_path, *settings, *patient, config=DROID) as ranks:
+        ranks.wait_for_event("phase", phase="ready")
+        with RobotClient(f"unix://{tmp_path}/r") as robot:
+            robot.connect(10)
+            robot.instruct(str(tmp_path))
+            wait_until((tmp_path / "began").exists)
+            for process in ranks.processes:
+                process.terminate()
+            with pytest.raises(subprocess.TimeoutExpired):
+                ranks.processes[0].wait(GOODBYE_LIMIT_NS / NS_PER_S + 1)
+            (tmp_path / "over").touch()
+            assert ranks.wait(12) == [0, 0], ranks.output()
 
 
 def test_a_stop_while_warming_never_becomes_ready(tmp_path):
