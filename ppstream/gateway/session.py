@@ -26,7 +26,7 @@ from ppstream.gateway.key_map import Array, KeyMap
 from ppstream.robot.async_client import ask_on_loop
 from ppstream.robot.client import RobotClient
 from ppstream.wire.keys import ClientKeys, client_keys
-from ppstream.wire.robot_messages import ActionChunk
+from ppstream.wire.robot_messages import ActionChunk, Conditioned
 
 CONNECT_LIMIT_S: Final = 2.0  # for a session: a row that is being given back is free by then
 MIN_WAIT_S: Final = 1e-3
@@ -82,6 +82,13 @@ class Reply(NamedTuple):
         return found
 
 
+class _Followed(NamedTuple):
+    """A prompt that the policy follows, and its word for it."""
+
+    prompt: str
+    answer: Conditioned
+
+
 def gateway_keys(gateway: GatewayConfig) -> ClientKeys | None:
     """Keys with which a gateway shows itself to rank 0; None: it needs none.
 
@@ -122,7 +129,8 @@ class GatewaySession:
         self._newest: ActionChunk | None = None
         self._taken: ActionChunk | None = None
         self._since_ns = 0  # observations before are of another prompt or episode
-        self._prompt: str | None = None
+        self._wanted: str | None = None  # prompt that the robot asked for last
+        self._followed: _Followed | None = None  # None: none, or nobody knows which
         self._episode: str | None = None  # as the robot names it
         self.client = RobotClient(
             endpoint,
@@ -161,15 +169,15 @@ class GatewaySession:
     async def _answer(
         self, observation: Mapping[str, Any], received_ns: int, until_ns: int
     ) -> Reply:
-        samples, prompt = self._map.samples(observation), self._map.prompt(observation)
+        samples, prompt = self._map.samples(observation), self._prompt_of(observation)
         if not self.client.ready or self._is_new(prompt):
             await self._in_thread(self._prepare, prompt, received_ns, until_ns)
         in_force = self._in_force() if self._gateway.answer == "newest" else None
         if in_force is None:
-            return await self._asked(samples, received_ns, until_ns)
+            return self._reply(await self._asked(samples, received_ns, until_ns), prompt)
         for stream, values in samples.items():
             self.client.push(stream, received_ns, values)
-        return self._reply(in_force)
+        return self._reply(in_force, prompt)
 
     def observe(self, observation: Mapping[str, Any], received_ns: int) -> None:
         """Send one observation, stamped when it was received; ``take`` has its actions later.
@@ -179,7 +187,7 @@ class GatewaySession:
             NoAnswerError: nobody takes it now, or the policy does not follow its prompt.
         """
         until_ns = received_ns + round(self._gateway.timeout_ms * NS_PER_MS)
-        samples, prompt = self._map.samples(observation), self._map.prompt(observation)
+        samples, prompt = self._map.samples(observation), self._prompt_of(observation)
         self._prepare(prompt, received_ns, until_ns)
         taken = [self.client.push(name, received_ns, one) for name, one in samples.items()]
         if not all(taken):
@@ -193,7 +201,7 @@ class GatewaySession:
             return None
         self._taken = newest
         try:
-            return self._reply(newest)
+            return self._reply(newest, self._wanted)
         except NoAnswerError:
             return None  # a later observation will have some
 
@@ -222,32 +230,47 @@ class GatewaySession:
         if self._on_actions is not None:
             self._on_actions()
 
+    def _prompt_of(self, observation: Mapping[str, Any]) -> str | None:
+        """The prompt that an observation is to be answered for; it may leave it as it is."""
+        prompt = self._map.prompt(observation)
+        return self._wanted if prompt is None else prompt
+
     def _is_new(self, prompt: str | None) -> bool:
-        return prompt is not None and prompt != self._prompt
+        followed = self._followed
+        return prompt is not None and (followed is None or followed.prompt != prompt)
 
     def _prepare(self, prompt: str | None, received_ns: int, until_ns: int) -> None:
         """Wait until the run is ready, and the policy follows the prompt."""
         if not self.client.wait_ready(_left_s(until_ns)):
             reason = f"the run is {self.client.phase}; ask again once it is ready"
             raise NoAnswerError(reason, "not_ready")
-        if prompt is not None and prompt != self._prompt:
-            self._follow(prompt, until_ns)
-            self._since_ns = received_ns
+        if prompt is not None and self._is_new(prompt):
+            self._follow(prompt, received_ns, until_ns)
 
-    def _follow(self, prompt: str, until_ns: int) -> None:
-        """Have the policy follow ``prompt``, and wait until it does."""
+    def _follow(self, prompt: str, received_ns: int, until_ns: int) -> None:
+        """Have the policy follow ``prompt``, and wait until it does.
+
+        From the first word on nobody knows which prompt it follows, until it says so: it may take
+        this one up after the robot was told that it does not.
+        """
+        before = self._wanted
+        self._followed = None
+        self._newest = None  # made for the prompt before, as all that comes for earlier windows
+        self._since_ns = received_ns
         epoch = self.client.instruct(prompt)
+        self._wanted = prompt
         answer = self.client.wait_conditioned(epoch, _left_s(until_ns))
-        if answer is None:
+        if answer is None or answer.conditioning_epoch != epoch:
             reason = f"the policy does not follow the new prompt yet; {self._limit()}"
             raise NoAnswerError(reason, "prompt")
         if answer.fault:
-            self._prompt = None  # it follows the one before; asked again, it is told again
+            self._wanted = before  # and told again, when asked for
             raise NoAnswerError(f"the policy cannot follow this prompt: {answer.fault}", "prompt")
-        self._prompt = prompt
-        self._newest = None  # made for the prompt before
+        self._followed = _Followed(prompt, answer)
 
-    async def _asked(self, samples: Mapping[str, Array], received_ns: int, until_ns: int) -> Reply:
+    async def _asked(
+        self, samples: Mapping[str, Array], received_ns: int, until_ns: int
+    ) -> ActionChunk:
         try:
             limit_s = _left_s(until_ns)
             answer = await ask_on_loop(self.client, samples, limit_s, received_ns, self._in_thread)
@@ -263,7 +286,7 @@ class GatewaySession:
                 "observation",
                 "not_executable",
             )
-        return self._reply(answer.chunk)
+        return answer.chunk
 
     def _in_force(self) -> ActionChunk | None:
         """The newest chunk, if it may be executed, and was made for this prompt and episode."""
@@ -272,11 +295,10 @@ class GatewaySession:
             return None
         return newest if now_ns() < newest.expires_ns else None
 
-    def _reply(self, chunk: ActionChunk) -> Reply:
-        conditioned = self.client.conditioned
-        followed_by = None if conditioned is None or conditioned.fault else conditioned.session
-        if self._prompt is not None and followed_by != chunk.session:
-            self._prompt = None  # the run began anew, and may not know the prompt yet
+    def _reply(self, chunk: ActionChunk, prompt: str | None) -> Reply:
+        followed = self._followed
+        if prompt is not None and not self._is_made_for(prompt, chunk):
+            self._followed = None  # the run began anew, and may not know the prompt yet
             reason = "the run was restarted and has to be told the prompt; ask again"
             raise NoAnswerError(reason, "peer_lost")
         now = now_ns()
@@ -287,11 +309,18 @@ class GatewaySession:
             actions=self.client.timeline.actions_of(chunk).copy(),
             age_ms=(now - chunk.window_end_ns) / NS_PER_MS,
             lease_ms=(chunk.expires_ns - now) / NS_PER_MS,
-            epoch=0 if conditioned is None else conditioned.conditioning_epoch,
+            epoch=0 if followed is None else followed.answer.conditioning_epoch,
             wait_ms=None if parts is None else (parts.server_ns - parts.b_ns) / NS_PER_MS,
             policy_ms=None if parts is None else parts.b_ns / NS_PER_MS,
             chunk=chunk,
         )
+
+    def _is_made_for(self, prompt: str, chunk: ActionChunk) -> bool:
+        """True when the policy followed ``prompt`` before the window was cut, and does still."""
+        if self._followed is None or self._followed.prompt != prompt:
+            return False
+        answer = self._followed.answer
+        return answer == self.client.conditioned and answer.session == chunk.session
 
     def _limit(self) -> str:
         return f"gateway.timeout_ms is {self._gateway.timeout_ms:g}"

@@ -338,6 +338,39 @@ def test_a_prompt_that_nobody_confirms_is_not_answered() -> None:
         assert rank0.emitted == 0
 
 
+@pytest.mark.parametrize("given", ["hold still", None])
+def test_a_prompt_that_is_followed_too_late_never_answers_for_another_one(
+    given: str | None,
+) -> None:
+    """The next request is answered for its own prompt; without one, for the last that was told."""
+    numbers: dict[str, int] = {}
+    late: list[Any] = []
+
+    def teach(number: int, text: str, done: Any) -> None:
+        numbers[text] = number
+        if text == "hold still":
+            done(number, "")
+        else:
+            late.append(lambda: done(number, ""))
+
+    with (
+        gated(instructions=True, timeout_ms=1000.0) as (rank0, gateway),
+        gateway.robot() as robot,
+    ):
+        rank0.order(lambda: rank0.sessions.requests.attach(teach, lambda *_, **__: None))
+        assert robot.ask(observation(prompt="hold still"))["server_timing"]["epoch"] == 1
+        assert "does not follow the new prompt" in robot.ask(observation(prompt="open the gripper"))
+        if given is None:
+            assert "does not follow the new prompt" in robot.ask(observation())
+            assert rank0.emitted == 1
+        told = rank0.rows[0].conditioning_epoch
+        rank0.order(late[0])
+        wait_until(lambda: rank0.rows[0].conditioning_epoch > told)
+        answer = robot.ask(observation(prompt=given))
+        assert answer["server_timing"]["epoch"] == rank0.rows[0].conditioning_epoch
+        assert rank0.rows[0].instruction_id == numbers[given or "open the gripper"]
+
+
 @pytest.mark.parametrize("said", [None, "Bearer " + KEY, "Api-Key " + KEY[1:], "Api-Key ü"])
 def test_a_robot_without_the_key_is_refused_before_it_is_one(said: str | None) -> None:
     headers = {} if said is None else {"Authorization": said}
