@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import ssl
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
@@ -316,6 +316,39 @@ def test_a_run_that_began_anew_is_told_the_prompt_before_it_answers() -> None:
             wait_until(lambda: answers.append(robot.ask(pick)) or "cannot follow" in answers[-1])
             assert all(isinstance(answer, str) for answer in answers)
             assert "has to be told the prompt" in "".join(answers)
+
+
+def test_a_run_that_began_anew_and_follows_the_prompt_too_late_answers_nothing_of_before() -> None:
+    config = slow_config(f"tcp://127.0.0.1:{free_port()}", instructions=True)
+    late: list[Any] = []
+    answers: list[Any] = []
+    pick = observation(prompt="pick")
+    with ExitStack() as stack:
+        with serving(config, answers=True, **LONG_LIVED) as rank0:
+            teach = lambda number, _, done: done(number, "")  # noqa: E731
+            rank0.order(lambda: rank0.sessions.requests.attach(teach, lambda *_, **__: None))
+            gateway = stack.enter_context(gateway_to(rank0, config))
+            robot = stack.enter_context(gateway.robot())
+            assert robot.ask(pick)["server_timing"]["epoch"] == 1
+        with serving(config, phase="warming", **LONG_LIVED) as rank0:
+            wait = lambda number, _, done: late.append(lambda: done(number, ""))  # noqa: E731
+            rank0.order(lambda: rank0.sessions.requests.attach(wait, lambda *_, **__: None))
+            rank0.order(lambda: rank0.sessions.set_phase("ready"))
+            robot.send(pick)
+
+            def is_asked() -> bool:
+                with suppress(TimeoutError):
+                    answers.append(robot.receive(0))  # it has no session yet
+                    robot.send(pick)
+                return rank0.rows[0].rings["joints"].newest_ns > 0
+
+            wait_until(is_asked)
+            rank0.order(late[0])
+            wait_until(lambda: rank0.rows[0].conditioning_epoch == 1)
+            emit(rank0, 0)
+            answers.append(robot.receive())
+    assert all(isinstance(answer, str) for answer in answers)
+    assert "has to be told the prompt" in answers[-1]
 
 
 def test_a_reply_counts_as_executed_for_reports_and_ages() -> None:

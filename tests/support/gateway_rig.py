@@ -81,8 +81,8 @@ class Robot:
         self.connection = connection
         self.metadata = self.receive()
 
-    def receive(self) -> Any:
-        frame = self.connection.recv(20)
+    def receive(self, timeout_s: float = 20) -> Any:
+        frame = self.connection.recv(timeout_s)
         return frame if isinstance(frame, str) else decode(frame)
 
     def ask(self, message: Any = None) -> Any:
