@@ -1,9 +1,10 @@
 """GrootServer: GR00T's ZeroMQ wire, on which its clients ask for actions and get them.
 
 Every request is answered, also with an error map that says why there are no actions: these clients
-wait for ever. A client is known by its address in ZeroMQ, and is a robot from its first observation
-until its connection ends or it is silent. Requests wait on the event loop, and in threads for what
-may take long.
+wait for ever. A client is known by the address that ZeroMQ gives its connection, and is a robot
+from its first observation until that ends or it is silent. A client that chose its address is
+refused: whoever comes with the same one, before any token is read, could get its answer. Requests
+wait on the event loop, and in threads for what may take long.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import asyncio
 import hmac
 import itertools
 import logging
-import re
 import socket as sockets
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -46,7 +46,8 @@ logger = logging.getLogger("ppstream")
 
 PONG: Final = {"status": "ok", "message": "Server is running"}
 UNAUTHORIZED: Final = "Unauthorized: Invalid API token"  # as GR00T's own server says it
-NAMED: Final = re.compile(rb"[A-Za-z0-9_-]{1,64}")  # an address that a client chose: its name
+CHOSEN: Final = "this client has set zmq.IDENTITY: leave that unset, others could get its actions"
+GIVEN_BYTES: Final = 5  # of an address that ZeroMQ gives: a zero, which no client may begin with
 ROBOT_CHARACTERS: Final = 64
 ENVELOPE_MAX: Final = 8  # frames in front of a request: a proxy adds some
 TOLD_MAX: Final = 16  # reasons of refusals in the log
@@ -66,10 +67,10 @@ T = TypeVar("T")
 class _Robot:
     """One client that has a session."""
 
-    def __init__(self, name: str, session: GatewaySession) -> None:
+    def __init__(self, name: str, session: GatewaySession, descriptor: int) -> None:
         self.name, self.session = name, session
+        self.descriptor = descriptor  # of its connection
         self.turn = asyncio.Lock()  # its session does one thing at a time
-        self.descriptor = -1  # of its connection
         self.seen_ns = now_ns()
 
 
@@ -86,6 +87,11 @@ class _Request(NamedTuple):
     def client(self) -> bytes:
         """Address of its client."""
         return self.envelope[0]
+
+    @property
+    def has_own_address(self) -> bool:
+        """False: the client chose one, which another may have chosen, too."""
+        return len(self.client) == GIVEN_BYTES and self.client[0] == 0
 
 
 class GrootServer:
@@ -170,7 +176,11 @@ class GrootServer:
             except Exception:
                 logger.exception("a message could not be read")
                 continue
-            if request.client in self._work:
+            if not request.has_own_address:
+                request.counted.failed("refused")
+                self._log_once(request, CHOSEN)
+                self._send(request, {"error": CHOSEN})
+            elif request.client in self._work:
                 request.counted.failed("busy")
                 self._send(request, {"error": "a request of this client is not answered yet"})
             elif len(self._work) >= self._clients_max:
@@ -310,17 +320,13 @@ class GrootServer:
             PpstreamError: there is no row for it.
         """
         robot = self._robots.get(request.client)
-        if robot is not None and robot.descriptor != request.descriptor:
-            self._end(request.client, "another connection has its address")
-            robot = None
         if robot is None:
             if len(self._robots) >= self._clients_max:
                 raise NoAnswerError("too many clients", "refused")
-            name = self._name(request)
+            name = f"groot-{next(self._numbers)}-{request.peer}"[:ROBOT_CHARACTERS]
             parts = (self._config, self._gateway, self._keys, name)
             session = GatewaySession(*parts, in_thread=self._in_thread)
-            robot = self._robots[request.client] = _Robot(name, session)
-            robot.descriptor = request.descriptor
+            robot = self._robots[request.client] = _Robot(name, session, request.descriptor)
             try:
                 async with robot.turn:
                     await self._in_thread(session.open)
@@ -329,19 +335,13 @@ class GrootServer:
                 await self._in_thread(session.close)
                 raise
             logger.info("%s is robot %s", request.peer, name)
-        robot.descriptor, robot.seen_ns = request.descriptor, now_ns()
+        robot.seen_ns = now_ns()
         return robot
 
     def _known_name(self, client: bytes) -> str:
-        """Name of a client before it is a robot, for the log of requests."""
-        if (robot := self._robots.get(client)) is not None:
-            return robot.name
-        return client.decode() if NAMED.fullmatch(client) else UNNAMED
-
-    def _name(self, request: _Request) -> str:
-        if NAMED.fullmatch(request.client):
-            return request.client.decode()
-        return f"groot-{next(self._numbers)}-{request.peer}"[:ROBOT_CHARACTERS]
+        """Name of a client, for the log of requests: it has one once it is a robot."""
+        robot = self._robots.get(client)
+        return UNNAMED if robot is None else robot.name
 
     def _log_once(self, request: _Request, why: str) -> None:
         """Whoever connects could fill our log, so each reason stands there once."""
@@ -370,7 +370,7 @@ def _bind(socket: zmq.asyncio.Socket, gateway: GatewayConfig, host: str, port: i
     """Raises ZMQError, or OSError: it cannot listen there."""
     options = {
         zmq.ROUTER_MANDATORY: 1,  # a client that has left is an error, not a silence
-        zmq.ROUTER_HANDOVER: 1,  # a client that chose its address may come again before that
+        zmq.ROUTER_HANDOVER: 0,  # nobody takes over another's address
         zmq.MAXMSGSIZE: round(READ_FACTOR * gateway.message_mb * BYTES_PER_MB),
         zmq.RCVHWM: WAITING_MAX,
         zmq.SNDHWM: WAITING_MAX,

@@ -272,24 +272,33 @@ def test_silence_ends_a_session_and_the_next_request_begins_one(
         assert rank0.rows[0].session not in (0, before)
 
 
-def test_an_address_that_a_client_chose_names_the_robot() -> None:
+@pytest.mark.parametrize("chosen", [b"arm-7", b"x" * 5, b"\1" * 255])
+def test_a_client_that_chose_its_address_is_refused_whatever_it_asks(chosen: bytes) -> None:
+    """Another one could come with the same address, and would get its actions."""
     with (
         gated(rows=2, **GROOT) as (rank0, gateway),
-        client(gateway, IDENTITY=b"arm-7") as named,
+        client(gateway, IDENTITY=chosen) as named,
         client(gateway) as other,
     ):
-        named.ask()
-        other.ask()
-        assert [row.robot for row in rank0.rows] == ["arm-7", "groot-1-127.0.0.1"]
+        for endpoint in ("ping", "get_action", "reset"):
+            assert "leave that unset" in refusal(named.ask({"endpoint": endpoint, "data": older()}))
+        assert "action.x" in other.ask()
+        assert [row.robot for row in rank0.rows] == ["groot-1-127.0.0.1", ""]
 
 
-def test_a_client_of_the_same_address_takes_the_robot_over() -> None:
-    with gated(**GROOT) as (rank0, gateway), client(gateway, IDENTITY=b"arm-7") as before:
-        assert "action.x" in before.ask()
-        session = rank0.rows[0].session
-        with client(gateway, IDENTITY=b"arm-7") as after:
-            assert "action.x" in after.ask()
+def test_a_program_that_starts_again_is_answered_for_what_it_asked_itself() -> None:
+    with gated(answers=False, **GROOT) as (rank0, gateway):
+        with client(gateway, zmq.DEALER) as before:
+            before.send()
+            wait_until(lambda: rank0.rows[0].rings["joints"].newest_ns > 0)
+            session = rank0.rows[0].session
+        with client(gateway, zmq.DEALER) as after:
+            wait_until(lambda: rank0.rows[0].session == 0)
+            after.send()
+            wait_until(lambda: rank0.rows[0].rings["joints"].newest_ns > 0)
             assert rank0.rows[0].session not in (0, session)
+            emit(rank0, 0)
+            assert "action.x" in after.receive()
 
 
 def test_a_message_that_breaks_its_reader_breaks_nothing_else(

@@ -258,7 +258,7 @@ def groot_client(gateway: Gateway, **options: Any) -> Iterator[Callable[..., Any
 
 
 def test_groots_clients_are_counted_as_they_count_themselves(tmp_path: Path) -> None:
-    with gated(**GROOT) as (_, gateway), groot_client(gateway, IDENTITY=b"arm") as ask:
+    with gated(**GROOT) as (_, gateway), groot_client(gateway) as ask:
         ask("ping")
         ask("get_modality_config")
         for _ in range(4):
@@ -267,7 +267,7 @@ def test_groots_clients_are_counted_as_they_count_themselves(tmp_path: Path) -> 
         ask("reset")
         assert "Unknown" in ask("dance")["error"]
     (row,) = logged(gateway, tmp_path).requests
-    assert (row.wire, row.robot) == ("groot", "arm")
+    assert (row.wire, row.robot) == ("groot", "groot-1-127.0.0.1")
     assert ends(row) == (6, 4, {"bad_request": 2}, 0)
 
 
