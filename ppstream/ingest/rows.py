@@ -29,7 +29,8 @@ class RowInput:
 
     ``session`` is 0 while the place is free; ``session_epoch`` counts the session's episodes.
     ``instruction_id`` names the text that the policy follows for it (``instructions.py``), and
-    ``conditioning_epoch`` counts the robot's instructions.
+    ``conditioning_epoch`` counts the robot's instructions. ``awaits_text``: its robot came with a
+    text that the policy has not answered yet, and is not served without it.
 
     Args:
         banks: one per stream, by its name.
@@ -52,13 +53,16 @@ class RowInput:
         self.session_epoch = 0
         self.instruction_id = 0  # 0: none
         self.conditioning_epoch = 0
+        self.awaits_text = False
         self.robot = ""  # the name that its session said
         self.commitment: Commitment | None = None  # what it executes meanwhile, as it last said
 
     @property
     def present(self) -> bool:
-        """True when a window can be cut: the row is taken and the reference stream has a sample."""
-        return self.session != 0 and self.reference.count > 0
+        """True when a window can be cut: the row is taken, awaits no text, and the reference stream
+        has a sample.
+        """
+        return self.session != 0 and not self.awaits_text and self.reference.count > 0
 
     def open(self, session: int, *, is_real_time: bool = True) -> None:
         """Give the free place to ``session``; false for a recording fed at any other speed."""
@@ -74,6 +78,7 @@ class RowInput:
         self.session = 0
         self.session_epoch = 0
         self.instruction_id = self.conditioning_epoch = 0
+        self.awaits_text = False
 
     def new_episode(self) -> None:
         """The robot starts anew: nothing older may reach a window. Its clock goes on."""

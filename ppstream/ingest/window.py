@@ -1,9 +1,9 @@
 """WindowCutter: the aligned slice of all rings that ends at one moment, resampled into a slot.
 
 A row's window ends at ``end``; target i of T lies at ``end - (T - 1 - i) * dt``. Streams of one
-group stand side by side in one tensor. A row without a robot, or whose reference stream has no
-sample yet, is all zeros and marked by ``present``. When to cut is ``pacing.py``'s, and how values
-between samples arise ``ppstream_kernels``'.
+group stand side by side in one tensor. A row without a robot, whose reference stream has no
+sample yet, or that awaits its text is all zeros and marked by ``present``. When to cut is
+``pacing.py``'s, and how values between samples arise ``ppstream_kernels``'.
 """
 
 from __future__ import annotations
@@ -312,7 +312,7 @@ class WindowCutter:
         """Write whose row it is; returns its window's end, 0 when it is absent."""
         served = self._rows[row]
         reference = served.reference
-        present = views.present[row] = served.session != 0 and reference.count > 0
+        present = views.present[row] = served.present
         end = expires = 0
         if present:
             end = reference.newest_ns if end_ns is None else end_ns

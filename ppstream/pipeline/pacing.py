@@ -56,29 +56,32 @@ class Saturated:
 
 
 class OnSample:
-    """A begins on a new sample of one stream (``sample``) or of any stream (``free``)."""
+    """A begins on a new sample of one stream (``sample``) or of any stream (``free``).
+
+    Samples of a row that awaits its text are new until it has that.
+    """
 
     def __init__(self, rows: Sequence[RowInput], stream: str | None) -> None:
         self.name = "free" if stream is None else "sample"
         self._newest = (None,) * len(rows)
         self._rings = [
-            ring
+            (row, ring)
             for row in rows
             for name, ring in row.rings.items()
             if stream is None or name == stream
         ]
-        self._seen = 0
+        self._seen = [0] * len(self._rings)
 
     def due(self, now_ns: int) -> bool:
-        accepted = 0
-        for ring in self._rings:
-            accepted += ring.accepted
-        return accepted > self._seen
+        for (row, ring), seen in zip(self._rings, self._seen, strict=True):
+            if ring.accepted > seen and not row.awaits_text:
+                return True
+        return False
 
     def started(self) -> Sequence[int | None]:
-        self._seen = 0
-        for ring in self._rings:
-            self._seen += ring.accepted
+        for index, (row, ring) in enumerate(self._rings):
+            if not row.awaits_text:
+                self._seen[index] = ring.accepted
         return self._newest
 
     def due_ns(self) -> int | None:

@@ -203,6 +203,7 @@ class RobotSession:
             return False
         self.session, self.session_epoch = welcome.session, 0
         self.welcome, self.refused = welcome, None
+        self.conditioned = None
         self.opened += 1
         logger.info("session %x is open, the run is %s", self.session, self.phase)
         self._retry_ns = RETRY_NS[0]

@@ -66,6 +66,10 @@ class Instructions:
         self._adopt()
         return True
 
+    def is_open(self, session: int) -> bool:
+        """True when the policy has not answered the newest text that the session asked for."""
+        return session in self._wishes
+
     def confirm(self, number: int, fault: str = "") -> None:
         """The policy knows the text of ``number``, or why it cannot; from any thread."""
         self._answers.append((number, fault))
@@ -104,9 +108,11 @@ class Instructions:
             elif number in self._known:
                 del self._wishes[wish.session]
                 row.instruction_id, row.conditioning_epoch = number, wish.conditioning_epoch
+                row.awaits_text = False
                 self._changes.append(InstructionChange(*wish[:2], number, wish.text))
 
     def _refuse(self, wish: _Wish, fault: str) -> None:
         row, _ = self._wishes.pop(wish.session)
         row.conditioning_epoch = wish.conditioning_epoch  # an older wish must not come after it
+        row.awaits_text = False
         self._changes.append(InstructionChange(*wish[:2], row.instruction_id, wish.text, fault))

@@ -108,8 +108,14 @@ class SessionRequests:
         return decoder_problem() if is_jpeg else None
 
     def begin(self, session: Session) -> None:
-        """The session's row is open: its instruction may take effect."""
+        """The session's row is open, and is served once the policy has answered its text, if any.
+
+        A robot that resumes its session on a rank 0 that was started anew is not moved without what
+        it has asked for; a text that cannot be followed leaves the row without one, as ever.
+        """
         self._request_instruction(session)
+        if self.instructions is not None:
+            session.row.awaits_text = self.instructions.is_open(session.id)
 
     def note(self, session: Session, message: Note) -> None:
         """Whatever a robot says that is neither hello nor samples nor goodbye."""

@@ -154,6 +154,20 @@ def test_a_robot_that_has_not_sent_its_reference_stream_yet_is_absent(origin_ms:
     assert case.rows[0].rings["slow"].ledger.in_flight == 2
 
 
+def test_a_row_that_awaits_its_text_is_absent_until_it_has_it() -> None:
+    case = one_row(stream(dim=2), steps=3)
+    push(case, "joints", 10, 20, 30)
+    case.rows[0].awaits_text = True
+    out = case.slot()
+    assert case.cutter.cut(out, [None], LEASE) == ([0], 0, {"joints": None})
+    assert out["present"].tolist() == [False]
+    assert not out["state.values"].any()
+    case.rows[0].awaits_text = False
+    assert case.cutter.cut(out, [None], LEASE).window_end_ns == [30 * MS]
+    assert out["state.values"][0, :, 0].tolist() == [10, 20, 30]
+    case.check()
+
+
 def test_nothing_of_an_older_episode_is_in_a_window() -> None:
     case = one_row(stream(dim=1), steps=4)
     push(case, "joints", 10, 20, 30)

@@ -50,6 +50,19 @@ def test_free_pacing_starts_on_any_stream(row):
     assert pacing.due(0)
 
 
+@pytest.mark.parametrize("stream", ["joints", None])
+def test_samples_of_a_row_that_awaits_its_text_begin_a_window_once_it_has_it(row, stream):
+    pacing = OnSample([row], stream)
+    row.awaits_text = True
+    add(row, "joints", 1)
+    assert not pacing.due(0)
+    pacing.started()  # another row's sample
+    row.awaits_text = False
+    assert pacing.due(0)
+    pacing.started()
+    assert not pacing.due(0)
+
+
 def test_ticks_that_pass_while_a_cannot_start_are_counted_as_missed(row):
     add(row, "joints", 1)
     pacing = OnTick([row], tick_hz=100, start_ns=0)

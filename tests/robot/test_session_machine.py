@@ -93,6 +93,7 @@ class RobotSessionIsAskedForUntilItIsHeldAndThenKept(RuleBasedStateMachine):
         if not is_new:
             return
         self.session, self.granted_ns, self.refused = session, lease_ns, None
+        self.conditioned = None  # what another session's policy said
         self.opens += 1
         self.episode = self.asked = 0
         self.heard_ns, self.stuck_ns, self.pause_ns = now, None, RETRY_NS[0]

@@ -1,14 +1,14 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 from robot_rig import make_client, make_config, serving, wait_until
-from session_desk import Desk, hello, open_desk
+from session_desk import Desk, hello, open_desk, samples
 
 from ppstream.config.schema import PipelineConfig
 from ppstream.core.clock import NS_PER_MS, NS_PER_S, now_ns
@@ -83,6 +83,33 @@ def test_an_instruction_waits_for_ready_and_the_newest_counts(desk: Desk, events
     assert [fields["text"] for _, fields in events] == ["place"]
     assert (desk.rows[0].instruction_id, desk.rows[0].conditioning_epoch) == (1, 3)
     assert desk.receive(robot) == m.Conditioned(session, 3)
+
+
+@pytest.mark.parametrize("fault", ["", "no such word"])
+def test_a_robot_that_comes_with_a_text_is_not_moved_before_the_policy_has_answered(
+    fault: str,
+) -> None:
+    asked: list[Callable[[], None]] = []
+    with open_desk(config=asking_config()) as desk:
+        desk.sessions.requests.attach(
+            lambda number, text, done: asked.append(lambda: done(number, fault)),
+            lambda name, **fields: None,
+        )
+        row, robot = desk.rows[0], desk.robot()
+        session = desk.admit(robot, instruction="pick", conditioning_epoch=3, resumes=99).session
+        desk.send(robot, samples(session, 1))
+        assert (row.reference.count, row.present) == (1, False)
+        asked.pop()()
+        desk.sessions.drain(desk.now_ns)
+        assert row.present
+        assert (row.instruction_id, row.conditioning_epoch) == (0 if fault else 1, 3)
+        assert desk.receive(robot) == m.Conditioned(session, 3, fault)
+        desk.send(robot, m.Instruct(session, 4, "place"))
+        assert row.present  # it follows the one before until then
+        desk.send(robot, m.Bye(session))
+        session = desk.admit(robot).session
+        desk.send(robot, samples(session, 1))
+        assert row.present
 
 
 def test_a_run_that_takes_no_instructions_says_so() -> None:

@@ -10,6 +10,7 @@ rings overwrites none of the samples it may use.
 
 from __future__ import annotations
 
+from itertools import cycle
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
@@ -135,6 +136,7 @@ class BlockWriter:
                 end_ns,
                 served.instruction_id,
                 served.conditioning_epoch,
+                served.awaits_text,
             )
             for served, end_ns in zip(self._rows, ends_ns, strict=True)
         ]
@@ -193,10 +195,11 @@ class BlockWriter:
             end = NEWEST if end_ns is None else end_ns
             table += [served.session, served.session_epoch, end, self._newest_rx_ns[row]]
             table += [served.instruction_id, served.conditioning_epoch]
-        for feed in self._feeds:
+        for feed, served in zip(self._feeds, cycle(self._rows), strict=False):
             ring = feed.ring
             sent, oldest = feed.sent, ring.accepted - ring.count
-            table += [sent, sent - oldest if sent > oldest else 0, feed.newest_ns]
+            shown = sent - oldest if sent > oldest and not served.awaits_text else 0
+            table += [sent, shown, feed.newest_ns]
         return table
 
     def _is_sent(self, row: int) -> bool:

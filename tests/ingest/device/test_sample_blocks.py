@@ -344,6 +344,24 @@ def test_a_window_leaves_out_who_is_behind_its_limit_and_a_later_one_books_it() 
     case.check()
 
 
+def test_a_row_that_awaits_its_text_shows_no_samples_until_it_has_it() -> None:
+    case = open_case(stream("q", dim=1), rows=2)
+    twin, book = Twin(case), WindowBook(case.config, case.rows, 0)
+    for row in (0, 1):
+        push(case, "q", 10, 20, row=row)
+    case.rows[1].awaits_text = True
+    twin.ingest()
+    taken = book.account(twin.table.tolist())
+    assert taken.present == [True, False]
+    assert taken.info.input_age_ns == {"q": [0, None]}
+    assert len(twin.usable("q", 1)[0]) == 0
+    case.rows[1].awaits_text = False
+    assert twin.ingest() == 1  # no sample has come, and yet there is something to tell
+    assert twin.usable("q", 1)[0].tolist() == [10 * MS, 20 * MS]
+    assert book.account(twin.table.tolist()).present == [True, True]
+    case.check()
+
+
 def test_a_ring_is_settled_once_for_what_several_windows_use(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
