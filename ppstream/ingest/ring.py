@@ -16,6 +16,7 @@ import torch
 
 from ppstream import native
 from ppstream.core.clock import NS_PER_MS
+from ppstream.core.errors import ProtocolError
 from ppstream.ingest.sample_ledger import (
     DUPLICATE,
     FUTURE,
@@ -180,17 +181,26 @@ class SensorRing(native.Ring):
         """As ``append_message``, of one frame of a camera that lies at ``offset`` of ``frame``.
 
         A good frame is copied from there to its place, and nowhere else.
+
+        Raises:
+            ProtocolError: it cannot be read; it is not counted, and the ring may be empty now.
         """
         stamps = np.ndarray((1,), _INT64, stamp)
-        stamp_ns: int = stamps.item(0)
-        if self._tap is None and stamp_ns > self.newest_ns:
-            self.ledger.received += 1
-            if self._clock.accepts(stamp_ns, rx_ns):
+        is_newer = self._tap is None and stamps.item(0) > self.newest_ns
+        if is_newer and self._clock.accepts(stamps.item(0), rx_ns):
+            try:
                 frame.read_into(self._values[self.accepted % self._capacity].data, offset)
-                self._note(stamps, rx_ns)
-                return 1
-            return self._append_some(stamps, self._frame(frame, offset), rx_ns)
-        return self.append(stamps, self._frame(frame, offset), rx_ns)
+            except ProtocolError:  # the oldest frame may lie there, half overwritten
+                self.clear(OVERWRITTEN)
+                raise
+            self.ledger.received += 1
+            self._note(stamps, rx_ns)
+            return 1
+        values = self._frame(frame, offset)
+        if is_newer:
+            self.ledger.received += 1
+            return self._append_some(stamps, values, rx_ns)
+        return self.append(stamps, values, rx_ns)
 
     def _frame(self, frame: SealedMessage, offset: int) -> NDArray[Any]:
         values = np.empty((1, self._dim), self._dtype)

@@ -250,16 +250,16 @@ class Sessions:
         if left < 0:  # before it is read: a flood costs others no more than this
             self._drop("rate")
             return 0
-        if (
-            type(frame.message) is SealedMessage
-            and session is not None
-            and (found := session.frame_in(frame.message))
-        ):
-            return self._frame(session, found, frame.message, now_ns)
         try:
+            if (
+                type(frame.message) is SealedMessage
+                and session is not None
+                and (found := session.frame_in(frame.message))
+            ):
+                return self._frame(session, found, frame.message, now_ns)
             body = frame.body
             message = from_robot.decode(body)
-        except ProtocolError:  # nothing to read
+        except ProtocolError:  # nothing to read, or not all of it
             self._drop("undecodable")
             return 0
         except DECODE_ERRORS:
@@ -311,11 +311,12 @@ class Sessions:
     def _frame(self, session: Session, frame: RawFrame, message: SealedMessage, now_ns: int) -> int:
         """One frame of a camera, which is read into its place in the ring."""
         session.heard_ns = now_ns
-        self._counts.frames_handled += 1
         stream, stamp, offset = frame
-        if not self._may_send(session, stream, 1):
-            return 0
-        return stream.ring.append_frame(stamp, message, offset, now_ns)
+        taken = 0
+        if self._may_send(session, stream, 1):
+            taken = stream.ring.append_frame(stamp, message, offset, now_ns)
+        self._counts.frames_handled += 1
+        return taken
 
     def _may_send(self, session: Session, stream: SessionStream, n: int) -> bool:
         """False when ``n`` samples come too early or are too many, which is counted."""

@@ -18,6 +18,7 @@ from ppstream.core.errors import ProtocolError
 
 SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 BLOCK_BYTES: Final = 512  # of st_blocks
+READABLE: Final = frozenset({os.O_RDONLY, os.O_RDWR})  # of how a descriptor was opened
 SPARES_MAX: Final = 8  # memories that wait to be written: more cameras than a robot has
 
 
@@ -29,7 +30,8 @@ class SealedMessage:
         length: bytes of the message.
 
     Raises:
-        ProtocolError: the memory could change or end while it is read, or has another size.
+        ProtocolError: the memory could change or end while it is read, may not be read by this
+            descriptor, or has another size; in other methods, it cannot be read.
     """
 
     __slots__ = ("_fd", "_length")
@@ -38,12 +40,14 @@ class SealedMessage:
         self._fd = -1
         self._length = length
         try:
-            seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+            seals, flags = fcntl.fcntl(fd, fcntl.F_GET_SEALS), fcntl.fcntl(fd, fcntl.F_GETFL)
             found = os.fstat(fd)
         except OSError as error:
             raise ProtocolError("a descriptor that is not shared memory") from error
         if seals & SEALS != SEALS or not 0 < length == found.st_size:
             raise ProtocolError("memory that is not sealed, or of another size")
+        if flags & os.O_ACCMODE not in READABLE:
+            raise ProtocolError("memory that may not be read by this descriptor")
         if found.st_blocks * BLOCK_BYTES < length:
             raise ProtocolError("memory with holes: reading it would allocate pages here")
         self._fd = fd
@@ -53,12 +57,18 @@ class SealedMessage:
 
     def head(self, size: int) -> bytes:
         """Returns the first bytes, ``size`` or all."""
-        return os.pread(self._fd, min(size, self._length), 0)
+        try:
+            return os.pread(self._fd, min(size, self._length), 0)
+        except OSError as error:  # its pages are gone
+            raise ProtocolError("memory that cannot be read") from error
 
     def read_into(self, into: memoryview, offset: int) -> None:
         """Copy bytes from ``offset`` on until ``into`` is full."""
         while into.nbytes:
-            read = os.preadv(self._fd, (into,), offset)
+            try:
+                read = os.preadv(self._fd, (into,), offset)
+            except OSError as error:
+                raise ProtocolError("memory that cannot be read") from error
             if not read:
                 raise EOFError(f"{into.nbytes} bytes are missing behind {offset}")
             into, offset = into[read:], offset + read

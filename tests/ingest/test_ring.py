@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import msgspec
@@ -12,6 +13,7 @@ from twin_rows import numbers_of, state_of
 
 from ppstream import native
 from ppstream.config.schema import ImageConfig
+from ppstream.core.errors import ProtocolError
 from ppstream.ingest.ring import RingBank, SensorRing
 from ppstream.ingest.rows import RowInput
 from ppstream.ingest.stamp_filter import BACKLOG_NS, FUTURE_LIMIT_NS, StampFilter
@@ -303,3 +305,28 @@ def test_a_frame_of_sealed_memory_is_judged_and_kept_as_any_other(
     assert taps[0].told == taps[1].told
     for ring in rings:
         ring.check()
+
+
+@pytest.mark.parametrize("frames", [2, 4])
+def test_a_frame_that_cannot_be_read_leaves_no_half_of_it_and_counts_balance(frames: int) -> None:
+    image = ImageConfig(height=2, width=3)
+    camera = msgspec.structs.replace(stream("front"), dim=18, dtype="uint8", image=image)
+    row = RowInput({"front": RingBank(camera, 1, 4)}, 0, "front")
+    row.open(7)
+    ring, memory = row.reference, SpareMemory()
+    for number in range(frames + 2):
+        fd = memory.sealed(b"head", memoryview(bytes(18)))
+        sent = SealedMessage(fd, 4 + 18)
+        stamp, rx_ns = (10**12 + number * 33 * MS).to_bytes(8, "little"), 10**12 + number * 33 * MS
+        if number != frames:
+            assert ring.append_frame(stamp, sent, 4, rx_ns) == 1
+            continue
+        written = os.open(f"/proc/self/fd/{fd}", os.O_WRONLY)
+        os.dup2(written, fd)
+        os.close(written)
+        with pytest.raises(ProtocolError):
+            ring.append_frame(stamp, sent, 4, rx_ns)
+        assert ring.count == 0  # the oldest frame's place may be half written
+        ring.check()
+    assert (ring.count, ring.ledger.received) == (1, frames + 1)
+    ring.check()

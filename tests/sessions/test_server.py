@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+import errno
+import os
 import select
 from collections.abc import Iterator
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -423,6 +426,25 @@ def test_large_frames_are_judged_as_small_ones(desk_with_cameras: Desk) -> None:
     assert desk.send(other, frames(session, 9)) == 0
     assert sessions.statistics().frames_dropped == {"stream": 1, "stranger": 2}
     assert (ring.count, ring.newest_ns) == (3, 8)
+
+
+@pytest.mark.parametrize("call", ["pread", "preadv"])
+def test_a_large_frame_whose_memory_is_lost_is_dropped_and_the_next_one_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    monkeypatch.setattr("robot_rig.default_endpoint", f"unix://{tmp_path}/own")
+    with open_desk(config=config_with_cameras()) as desk:
+        robot = desk.robot()
+        session = admit_with_cameras(desk, robot)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, call, lost)
+            assert desk.send(robot, frames(session, 5)) == 0
+        assert desk.sessions.statistics().frames_dropped == {"undecodable": 1}
+        assert desk.send(robot, frames(session, 7)) == 1
+
+
+def lost(*_: object) -> int:
+    raise OSError(errno.EIO, os.strerror(errno.EIO))
 
 
 def test_large_frames_come_at_a_limited_rate_and_once_the_run_is_ready() -> None:

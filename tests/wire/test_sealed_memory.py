@@ -62,6 +62,19 @@ def test_nobody_changes_a_message_once_it_is_sealed(spares: SpareMemory) -> None
     assert SealedMessage(fd, SIZE).head(SIZE) == BODY + TAIL
 
 
+def test_memory_that_cannot_be_read_is_no_message(spares: SpareMemory) -> None:
+    fd = spares.sealed(BODY, TAIL)
+    written = os.open(f"/proc/self/fd/{fd}", os.O_WRONLY)
+    with pytest.raises(ProtocolError, match="may not be read"):
+        SealedMessage(written, SIZE)
+    sent = SealedMessage(fd, SIZE)
+    os.dup2(written, fd)  # reading fails from now on, as of a page that was lost
+    os.close(written)
+    for read in (lambda: sent.head(4), lambda: sent.read_into(memoryview(bytearray(4)), 0)):
+        with pytest.raises(ProtocolError, match="cannot be read"):
+            read()
+
+
 def test_a_message_ends_with_its_descriptor_and_leaves_a_refused_one(spares: SpareMemory) -> None:
     fd = spares.sealed(BODY, TAIL)
     with pytest.raises(ProtocolError, match="of another size"):

@@ -252,6 +252,15 @@ def memory(size: int = SIZE, *, seals: int = SEALS, written: int = SIZE) -> int:
     return fd
 
 
+def reopened(flags: int) -> int:
+    """Sealed memory by a descriptor that was opened anew."""
+    fd = memory()
+    try:
+        return os.open(f"/proc/self/fd/{fd}", flags)
+    finally:
+        os.close(fd)
+
+
 def plain_file() -> int:
     fd = os.open(os.environ.get("TMPDIR", "/tmp"), os.O_TMPFILE | os.O_RDWR)
     os.write(fd, bytes(SIZE))
@@ -273,6 +282,9 @@ def carrier(length: int = SIZE) -> bytes:
         pytest.param(carrier(SIZE + 1), memory, id="shorter than announced"),
         pytest.param(carrier(0), lambda: memory(0), id="nothing in it"),
         pytest.param(carrier(1 << 20), lambda: memory(1 << 20), id="holes"),
+        pytest.param(carrier(), lambda: reopened(os.O_WRONLY), id="not to be read"),
+        pytest.param(carrier(), lambda: reopened(3), id="neither read nor written"),
+        pytest.param(carrier(), lambda: reopened(os.O_PATH), id="a place alone"),
         pytest.param(carrier(), plain_file, id="a file"),
         pytest.param(carrier(), lambda: os.pipe()[0], id="a pipe"),
         pytest.param(carrier(), lambda: os.open("/dev/zero", os.O_RDONLY), id="a device"),
