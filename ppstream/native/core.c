@@ -9,6 +9,7 @@
 
 #include <errno.h>
 #include <sys/socket.h>
+#include <unistd.h>
 
 #define API 7 /* __init__.py has the same number; both change with this module's interface */
 #define NEVER_NS (-((int64_t)1 << 62))
@@ -261,15 +262,30 @@ static int64_t take(PyObject *lines, const unsigned char *packet, int64_t size, 
     return 0;
 }
 
-/* (bytes, descriptor or -1, flags) of a packet that was read. */
-static PyObject *read_packet(const struct mmsghdr *found)
+/* The descriptor that a packet brought, or -1. */
+static int fd_of(const struct mmsghdr *found)
 {
     int fd = -1;
     const struct cmsghdr *control = CMSG_FIRSTHDR(&found->msg_hdr);
     if (control && control->cmsg_level == SOL_SOCKET && control->cmsg_type == SCM_RIGHTS)
         memcpy(&fd, CMSG_DATA(control), sizeof fd);
-    return Py_BuildValue("y#ii", found->msg_hdr.msg_iov->iov_base, (Py_ssize_t)found->msg_len, fd,
-                         found->msg_hdr.msg_flags & ~MSG_CMSG_CLOEXEC);
+    return fd;
+}
+
+/* (bytes, descriptor or -1, flags) of a packet that was read. */
+static PyObject *read_packet(const struct mmsghdr *found)
+{
+    return Py_BuildValue("y#ii", found->msg_hdr.msg_iov->iov_base, (Py_ssize_t)found->msg_len,
+                         fd_of(found), found->msg_hdr.msg_flags & ~MSG_CMSG_CLOEXEC);
+}
+
+/* What was read goes with an exception; `others` was empty before. */
+static int lose(const struct mmsghdr *found, int n)
+{
+    for (int i = 0, fd; i < n; i++)
+        if ((fd = fd_of(&found[i])) >= 0)
+            close(fd);
+    return -1;
 }
 
 /* Reads up to PACKETS and takes the first ones that are samples; -1 with an exception. */
@@ -287,8 +303,11 @@ static int receive_some(int fd, PyObject *lines, int64_t rx_ns, long long *sampl
                                                 .msg_controllen = CMSG_LEN(sizeof(int))}};
     }
     int n = recvmmsg(fd, found, PACKETS, MSG_DONTWAIT | MSG_CMSG_CLOEXEC, NULL), begin = *taken;
-    for (int i = 0; i < n; i++) {
+    for (int i = 0, is_over = 0; i < n; i++) {
         const struct msghdr *message = &found[i].msg_hdr;
+        if (is_over && !message->msg_controllen)
+            continue; /* the end, again and again; Python closes what came with others */
+        is_over |= found[i].msg_len == 0;
         int is_plain = !message->msg_controllen && !(message->msg_flags & (MSG_TRUNC | MSG_CTRUNC));
         int64_t here = 0;
         if (is_plain && *taken - begin == i)
@@ -297,11 +316,9 @@ static int receive_some(int fd, PyObject *lines, int64_t rx_ns, long long *sampl
         int is_lost = here < 0 || (!here && (!other || PyList_Append(others, other) < 0));
         Py_XDECREF(other);
         if (is_lost)
-            return -1;
+            return lose(found, n);
         *samples += here;
         *taken += here > 0;
-        if (found[i].msg_len == 0) /* the end, again and again */
-            break;
     }
     return n;
 }

@@ -246,3 +246,39 @@ def test_a_packet_with_a_descriptor_and_the_end_are_handed_on() -> None:
         assert native.receive(-1, both.lines, both.rx_ns, MOST) == (0, 0, [])
         with seqpacket() as unconnected:
             assert native.receive(unconnected.fileno(), both.lines, both.rx_ns, MOST)[:2] == (0, 0)
+
+
+def with_descriptors(robot: socket.socket, packet: bytes, times: int) -> None:
+    with open(os.devnull, "rb") as nothing:
+        for _ in range(times):
+            socket.send_fds(robot, [packet], [nothing.fileno()])
+
+
+def test_descriptors_behind_an_empty_packet_are_handed_on_and_its_repetition_is_not() -> None:
+    with receivers() as both:
+        open_before = len(os.listdir("/proc/self/fd"))
+        both.robot.send(b"")
+        both.robot.send(body([FIRST_NS], [0.5]))
+        with_descriptors(both.robot, b"behind", 5)
+        both.robot.close()
+        taken, count, (end, *behind) = both.receive()
+        assert (taken, count, end) == (0, 0, (b"", -1, 0))
+        assert [packet for packet, _, _ in behind] == [b"behind"] * 5
+        for _, fd, _ in behind:
+            os.close(fd)
+        assert len(os.listdir("/proc/self/fd")) == open_before - 1  # the robot's
+
+
+def test_what_is_raised_leaves_no_descriptor() -> None:
+    with receivers() as both:
+        row, _ = both.pairs[0]
+        prefix, ring, ledger, _ = both.lines[0]
+        open_before = len(os.listdir("/proc/self/fd"))
+        for n in (0, 9):
+            both.robot.send(body([FIRST_NS + n], [0.5]))
+            with_descriptors(both.robot, b"behind", 5)
+            with pytest.raises(TypeError):
+                native.receive(
+                    both.rank0.fileno(), ((prefix, ring, ledger, row),), both.rx_ns, MOST
+                )
+        assert len(os.listdir("/proc/self/fd")) == open_before

@@ -644,3 +644,22 @@ def test_messages_of_packets_that_the_core_has_read_are_those_of_a_drain(
     del found  # a mapping has a descriptor of its own
     assert len(os.listdir("/proc/self/fd")) == open_before - 1
     assert not server.drain()
+
+
+@pytest.mark.skipif(not native.is_used, reason="there is no compiled core")
+def test_descriptors_behind_an_empty_packet_that_the_core_has_read_are_closed(
+    server: MessageSocket,
+) -> None:
+    with stranger(server) as raw:
+        raw.send(b"hello")
+        frames: list[Frame] = []
+        wait_until(lambda: frames.extend(server.drain()) or frames)
+        source, fd = server.packets_of(frames[0].peer), memory()
+        assert source is not None
+        before = descriptors()
+        raw.send(b"")
+        for body in (carrier(), b"ping") * 3:
+            socket.send_fds(raw, (body,), (fd,))
+        assert source.messages(native.receive(source.fileno(), (), 0, 16)[2]) == []
+        assert descriptors() == before - 1  # of the connection, too
+        os.close(fd)
