@@ -11,7 +11,7 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
-#define API 7 /* __init__.py has the same number; both change with this module's interface */
+#define API 8 /* __init__.py has the same number; both change with this module's interface */
 #define NEVER_NS (-((int64_t)1 << 62))
 #define READABLE (PyBUF_C_CONTIGUOUS | PyBUF_FORMAT)
 
@@ -207,7 +207,7 @@ static PyObject *ring_try_append(PyObject *self, PyObject *args)
 
 /* ---- receive: Samples of robot_messages.py behind their first bytes, which are known ---------- */
 
-enum { PACKETS = 16, PACKET_BYTES = 1 << 15, BIN_8 = 0xc4, BIN_16 = 0xc5 };
+enum { PACKETS = 16, PACKET_BYTES = 1 << 15, FDS = 253, BIN_8 = 0xc4, BIN_16 = 0xc5 };
 
 /* Length of the MessagePack binary at *at, which then points to its bytes; -1: not mine. */
 static int64_t open_binary(const unsigned char **at, const unsigned char *end)
@@ -262,29 +262,37 @@ static int64_t take(PyObject *lines, const unsigned char *packet, int64_t size, 
     return 0;
 }
 
-/* The descriptor that a packet brought, or -1. */
-static int fd_of(const struct mmsghdr *found)
+/* How many descriptors a packet brought, and where they are. */
+static Py_ssize_t fds_of(const struct mmsghdr *found, const int **fds)
 {
-    int fd = -1;
     const struct cmsghdr *control = CMSG_FIRSTHDR(&found->msg_hdr);
-    if (control && control->cmsg_level == SOL_SOCKET && control->cmsg_type == SCM_RIGHTS)
-        memcpy(&fd, CMSG_DATA(control), sizeof fd);
-    return fd;
+    if (!control || control->cmsg_level != SOL_SOCKET || control->cmsg_type != SCM_RIGHTS)
+        return 0;
+    *fds = (const int *)CMSG_DATA(control);
+    return (control->cmsg_len - CMSG_LEN(0)) / sizeof **fds;
 }
 
-/* (bytes, descriptor or -1, flags) of a packet that was read. */
+/* (bytes, descriptors, flags) of a packet that was read. */
 static PyObject *read_packet(const struct mmsghdr *found)
 {
-    return Py_BuildValue("y#ii", found->msg_hdr.msg_iov->iov_base, (Py_ssize_t)found->msg_len,
-                         fd_of(found), found->msg_hdr.msg_flags & ~MSG_CMSG_CLOEXEC);
+    const int *fds;
+    Py_ssize_t n = fds_of(found, &fds);
+    PyObject *all = PyTuple_New(n);
+    for (Py_ssize_t i = 0; all && i < n; i++)
+        PyTuple_SetItem(all, i, PyLong_FromLong(fds[i]));
+    return all ? Py_BuildValue("y#Ni", found->msg_hdr.msg_iov->iov_base,
+                               (Py_ssize_t)found->msg_len, all,
+                               found->msg_hdr.msg_flags & ~MSG_CMSG_CLOEXEC)
+               : NULL;
 }
 
 /* What was read goes with an exception; `others` was empty before. */
 static int lose(const struct mmsghdr *found, int n)
 {
-    for (int i = 0, fd; i < n; i++)
-        if ((fd = fd_of(&found[i])) >= 0)
-            close(fd);
+    const int *fds;
+    for (int i = 0; i < n; i++)
+        for (Py_ssize_t k = fds_of(&found[i], &fds); k > 0; k--)
+            close(fds[k - 1]);
     return -1;
 }
 
@@ -293,14 +301,14 @@ static int receive_some(int fd, PyObject *lines, int64_t rx_ns, long long *sampl
                         PyObject *others)
 {
     static unsigned char packets[PACKETS][PACKET_BYTES];
-    static char controls[PACKETS][CMSG_SPACE(sizeof(int))] __attribute__((aligned(8)));
+    static char controls[PACKETS][CMSG_SPACE(FDS * sizeof(int))] __attribute__((aligned(8)));
     struct iovec into[PACKETS];
     struct mmsghdr found[PACKETS];
     for (int i = 0; i < PACKETS; i++) {
         into[i] = (struct iovec){packets[i], PACKET_BYTES};
         found[i] = (struct mmsghdr){.msg_hdr = {.msg_iov = &into[i], .msg_iovlen = 1,
                                                 .msg_control = controls[i],
-                                                .msg_controllen = CMSG_LEN(sizeof(int))}};
+                                                .msg_controllen = CMSG_LEN(FDS * sizeof(int))}};
     }
     int n = recvmmsg(fd, found, PACKETS, MSG_DONTWAIT | MSG_CMSG_CLOEXEC, NULL), begin = *taken;
     for (int i = 0, is_over = 0; i < n; i++) {

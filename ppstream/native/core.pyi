@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 from numpy.typing import NDArray
 
 API: int
-Packet: TypeAlias = tuple[bytes, int, int]  # no bytes at the end; a descriptor or -1; msg_flags
+Packet: TypeAlias = tuple[bytes, tuple[int, ...], int]  # none at the end; descriptors; msg_flags
 Line: TypeAlias = tuple[bytes, Ring, Ledger, Clock]  # the prefix of a stream's ``Samples``
 
 class Ledger:

@@ -17,8 +17,8 @@ MAX_FRAME_BYTES: Final = 4 * 1024 * 1024  # a larger one loses its sender the co
 MAX_DRAIN: Final = 256  # frames taken by one drain; about 1 ms
 MAX_DRAIN_BYTES: Final = 1 << 20  # of them; the frame that reaches it is the last one
 COPIED_BYTES: Final = 1 << 16  # a copy of 1 MiB takes 0.1 to 1 ms, and may be of a flood's
-#: As it was read: its bytes, none at the end of a connection; a descriptor or -1; ``msg_flags``.
-Packet: TypeAlias = tuple[bytes, int, int]
+#: As it was read: its bytes, none at the end of a connection; descriptors; ``msg_flags``.
+Packet: TypeAlias = tuple[bytes, tuple[int, ...], int]
 NO_TAIL: Final = memoryview(b"")
 Message: TypeAlias = bytes | memoryview | SealedMessage
 

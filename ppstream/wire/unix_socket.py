@@ -1,8 +1,9 @@
-"""UnixServer and UnixClient: messages between processes of one host, without a thread of their own.
+"""UnixServer and UnixClient: messages between processes of one host, by the thread that asks.
 
 One packet of a UNIX socket (SOCK_SEQPACKET) is one message. A message that the socket does not take
 lies in sealed memory (``sealed_memory.py``); its packet, the *carrier*, brings the descriptor.
 What waits for a receiver is bounded by the kernel, which charges it to the sender (SO_SNDBUF).
+A server closes what strangers chose on another thread (``closing.py``).
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ppstream.core.errors import ConfigError, ProtocolError
+from ppstream.wire.closing import Closer
 from ppstream.wire.endpoints import OWN_MODE, SHARED_MODE, folder_problem, unix_path
 from ppstream.wire.message_socket import (
     MAX_DRAIN,
@@ -49,7 +51,8 @@ READY_MAX: Final = 64  # connections that the kernel names at once
 CUT: Final = int(socket.MSG_TRUNC | socket.MSG_CTRUNC)
 CUT_BYTES, CUT_FDS = int(socket.MSG_TRUNC), int(socket.MSG_CTRUNC)
 TOO_LARGE: Final = (errno.EMSGSIZE, errno.ENOBUFS)  # for this socket's buffer, or in one piece
-ONE_FD: Final = socket.CMSG_LEN(struct.calcsize("i"))  # the kernel closes any further one
+#: Room for as many descriptors as a packet may bring: the kernel would close others here and now.
+ALL_FDS: Final = socket.CMSG_LEN(253 * struct.calcsize("i"))  # SCM_MAX_FD
 CREDENTIALS: Final = struct.Struct("iII")  # pid, uid, gid: struct ucred of SO_PEERCRED
 
 
@@ -62,6 +65,7 @@ class _UnixSocket(ABC):
         self.malformed = 0
         self.has_more = False
         self._frame_bytes_max = frame_bytes_max
+        self._close_fd: Callable[[int], None] = os.close
         self._buffer = bytearray(PACKET_BYTES_MAX)
         self._buffers = (self._buffer,)
         self._view = memoryview(self._buffer)
@@ -133,7 +137,7 @@ class _UnixSocket(ABC):
         """
         try:
             size, control, flags, _ = connection.recvmsg_into(
-                self._buffers, ONE_FD, socket.MSG_CMSG_CLOEXEC
+                self._buffers, ALL_FDS, socket.MSG_CMSG_CLOEXEC
             )
         except (BlockingIOError, ConnectionResetError):
             return None  # reset: it left without having read all; what it sent comes next
@@ -162,7 +166,7 @@ class _UnixSocket(ABC):
             return None
         finally:
             for fd in fds:
-                os.close(fd)
+                self._close_fd(fd)
 
     def _carried(self, packet: bytes | memoryview, fds: list[int], *, is_cut: bool) -> Message:
         """The message whose descriptor a carrier brought; a large one takes that from ``fds``.
@@ -200,6 +204,8 @@ class UnixServer(_UnixSocket):
         self._listener_fd = self._listener.fileno()
         self._file = _identity(self._path)
         super().__init__(f"unix://{self._path}", frame_bytes_max)
+        self._closer = Closer()
+        self._close_fd = self._closer.close
         self._uids = {*allowed_uids} or {os.geteuid()}
         self._connections_max = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2
         self._refused: Counter[str] = Counter()
@@ -256,10 +262,9 @@ class UnixServer(_UnixSocket):
         """As ``PacketSource``, of ``peer``."""
         frames: list[Frame] = []
         is_over = False
-        for data, fd, flags in packets:
-            fds = [] if fd < 0 else [fd]
+        for data, fds, flags in packets:
             try:
-                message = self._message(b"" if is_over else data, fds, flags)
+                message = self._message(b"" if is_over else data, [*fds], flags)
             except EOFError:
                 is_over = True
                 continue
@@ -287,6 +292,7 @@ class UnixServer(_UnixSocket):
             self._epoll.close()
             for _, connection in self._by_fd.values():
                 connection.close()
+            self._closer.end()
             self._listener.close()
         with suppress(OSError):
             if _identity(self._path) == self._file:  # not of a server that came after
@@ -307,10 +313,10 @@ class UnixServer(_UnixSocket):
         found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
         if CREDENTIALS.unpack(found)[1] not in self._uids:
             self._refused["uid"] += 1
-            connection.close()
+            self._close_fd(connection.detach())
         elif len(self._by_fd) >= self._connections_max:
             self._refused["accept"] += 1
-            connection.close()
+            self._close_fd(connection.detach())
         else:
             connection.settimeout(0)
             peer = next(self._names).to_bytes(8, "little")
@@ -326,7 +332,7 @@ class UnixServer(_UnixSocket):
         with self._lock:
             del self._by_fd[fd], self._by_peer[peer]
             self._epoll.unregister(fd)
-            connection.close()
+            self._close_fd(connection.detach())  # what it has not read goes with it
 
 
 class _Packets:
