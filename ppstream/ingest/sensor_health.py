@@ -41,12 +41,16 @@ class SensorChange(NamedTuple):
 
 
 class _Seen(NamedTuple):
-    """A stream's counts at the last look."""
+    """A stream's counts at the last look.
+
+    ``heard_ns``: when the newest sample was accepted, at the latest; it outlives an emptied ring.
+    """
 
     session: int
     at_ns: int
     received: int
     accepted: int
+    heard_ns: int
 
 
 class SensorState:
@@ -85,12 +89,17 @@ class SensorState:
     def _check_stream(self, row: int, place: RowInput, stream: StreamConfig, now_ns: int) -> None:
         key, ring = (row, stream.name), place.rings[stream.name]
         before = self._seen.get(key)
-        seen = _Seen(place.session, now_ns, ring.ledger.received, ring.accepted)
+        heard_ns = now_ns  # as far as is known
+        if ring.count:
+            heard_ns = ring.newest_rx_ns
+        elif before and (before.session, before.accepted) == (place.session, ring.accepted):
+            heard_ns = before.heard_ns
+        seen = _Seen(place.session, now_ns, ring.ledger.received, ring.accepted, heard_ns)
         self._seen[key] = seen
         if place.session == 0 or before is None or before.session != place.session:
             self.conditions.pop(key, None)
             return
-        found, was = _condition(stream, ring, before, seen), self.conditions.get(key, "ok")
+        found, was = _condition(stream, before, seen), self.conditions.get(key, "ok")
         taken = seen.accepted - before.accepted
         if found == "ok" and stream.image is None and taken >= SAMPLES_MIN:
             bank = self._intake.banks[stream.name]
@@ -100,14 +109,14 @@ class SensorState:
             self._tell(SensorChange(row, stream.name, found, was))
 
 
-def _condition(stream: StreamConfig, ring: SensorRing, before: _Seen, now: _Seen) -> Condition:
+def _condition(stream: StreamConfig, before: _Seen, now: _Seen) -> Condition:
     seconds = (now.at_ns - before.at_ns) / NS_PER_S
     came, taken = now.received - before.received, now.accepted - before.accepted
     if came and came - taken > REFUSED * came:
         return "refused"
     if stream.is_on_request:
         return "ok"
-    if now.at_ns - ring.newest_rx_ns > max(stream.max_age_ms * NS_PER_MS, NS_PER_S):
+    if now.at_ns - now.heard_ns > max(stream.max_age_ms * NS_PER_MS, NS_PER_S):
         return "silent"
     wanted = stream.most_hz * seconds
     if wanted >= SAMPLES_MIN and taken < SLOW * wanted:
@@ -116,8 +125,13 @@ def _condition(stream: StreamConfig, ring: SensorRing, before: _Seen, now: _Seen
 
 
 def _is_unchanged(bank: RingBank, row: int, ring: SensorRing, samples: int) -> bool:
-    """True when some of the newest ``samples``, evenly spread, all have the same values."""
+    """True when some of the newest ``samples``, evenly spread, all have the same values.
+
+    A ring that was emptied meanwhile and holds few since shows no standstill.
+    """
     held = min(samples, ring.count)
+    if held < min(SAMPLES_MIN, bank.capacity):
+        return False
     some = range(ring.accepted - held, ring.accepted, max(1, held // COMPARED))
     values = bank.values[row].numpy()[[number % bank.capacity for number in some]]
     return bool((values == values[:1]).all())

@@ -103,3 +103,46 @@ def test_a_robot_that_leaves_takes_its_conditions_along(rig):
     rig.second(joints=0, imu=0)
     assert rig.degraded == [True, False]
     assert rig.state.conditions == {}
+
+
+@pytest.mark.parametrize("behind", [0, 1, 9])
+def test_a_new_episode_at_the_end_of_a_second_tells_nothing(rig, behind):
+    for i in range(101):
+        at_ns = rig.now_ns + i * NS_PER_S // 101
+        if i == 101 - behind:
+            rig.row.new_episode()
+        for ring in rig.row.rings.values():
+            value = at_ns if i < 101 - behind else 0.5
+            values = np.full((1, ring.stream.dim), value, ring.stream.dtype)
+            ring.append(np.array([at_ns]), values, at_ns)
+    if not behind:
+        rig.row.new_episode()
+    rig.now_ns += NS_PER_S
+    rig.state.check(rig.now_ns)
+    assert rig.told() == []
+    assert rig.degraded == []
+
+
+def test_a_stream_that_ends_with_its_episode_is_silent_once_its_age_is_over():
+    config = make_config()
+    streams = tuple(
+        msgspec.structs.replace(stream, max_age_ms=3000.0, rate_hz=5.0) for stream in config.streams
+    )
+    rig = Rig(msgspec.structs.replace(config, streams=streams))  # too seldom to be slow
+    rig.second(joints=5, imu=5)
+    rig.row.new_episode()
+    rig.second(joints=0, imu=5)
+    rig.second(joints=0, imu=5)
+    assert rig.told() == []
+    rig.second(joints=0, imu=5)
+    rig.second(joints=0, imu=5)
+    assert rig.told() == [("joints", "silent")]
+
+
+def test_a_stream_that_never_came_is_silent(rig):
+    rig.row.close()
+    rig.row.open(8)
+    rig.second(joints=0)
+    rig.second(joints=0)
+    rig.second(joints=0)
+    assert rig.told()[-1] == ("joints", "silent")
