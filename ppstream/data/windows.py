@@ -104,6 +104,10 @@ class Windows(IterableDataset[RawBatch]):
         self._drop_last = drop_last
         self._order = self._checksum()
         self._epoch = self._batch = 0  # of the next batch
+        self._passes = 0  # of this copy, in a worker
+        #: for workers that persist: epoch, batch; the newest pass, by two numbers; its first batch
+        self._shared = torch.zeros(6, dtype=torch.int64)
+        self._shared.share_memory_()  # type: ignore[no-untyped-call]
 
     def __len__(self) -> int:
         """Batches of an epoch of this rank."""
@@ -114,10 +118,28 @@ class Windows(IterableDataset[RawBatch]):
 
     def __iter__(self) -> Iterator[RawBatch]:
         """The rest of the epoch, from the state on; of a worker every n-th batch."""
-        worker = get_worker_info()
-        first, step = (0, 1) if worker is None else (worker.id, worker.num_workers)
-        for batch in range(self._batch + first, len(self), step):
-            yield self.raw(self._epoch, batch)
+        if (worker := get_worker_info()) is None:
+            first, step, epoch, batch = 0, 1, self._epoch, self._batch
+        else:  # now, not with the first batch: the state moves as soon as another's is cut
+            first, step = worker.id, worker.num_workers
+            epoch, batch = self._begin_pass(worker.seed - worker.id)
+        return (self.raw(epoch, number) for number in range(batch + first, len(self), step))
+
+    def _begin_pass(self, loader: int) -> tuple[int, int]:
+        """Where a pass of this worker begins: its copy of the state is that of its first one.
+
+        All workers of a loader begin a later pass where the first of them finds the state, which
+        does not move before a batch of that one is cut.
+        """
+        self._passes += 1
+        if self._passes == 1:
+            return self._epoch, self._batch
+        found, name = self._shared[:2].clone(), torch.tensor([loader, self._passes])
+        if not torch.equal(self._shared[2:4], name):  # looked at behind the state
+            self._shared[4:6] = found
+            self._shared[2:4] = name
+        epoch, batch = self._shared[4:6].tolist()
+        return epoch, batch
 
     def indices(self, epoch: int, batch: int) -> NDArray[np.int64]:
         """Numbers of a batch's windows among those of all recordings."""
@@ -148,7 +170,7 @@ class Windows(IterableDataset[RawBatch]):
         """
         epoch, batch, _ = raw.position.tolist()
         windows = self._cutter.cut(to_device(raw, torch.device(device)))
-        self._epoch, self._batch = (epoch, batch + 1) if batch + 1 < len(self) else (epoch + 1, 0)
+        self._go_to(*((epoch, batch + 1) if batch + 1 < len(self) else (epoch + 1, 0)))
         return windows
 
     def batches(
@@ -188,7 +210,11 @@ class Windows(IterableDataset[RawBatch]):
         ]
         if problems:
             raise ConfigError(problems)
-        self._epoch, self._batch = state["epoch"], state["batch"]
+        self._go_to(state["epoch"], state["batch"])
+
+    def _go_to(self, epoch: int, batch: int) -> None:
+        self._epoch, self._batch = epoch, batch
+        self._shared[:2] = torch.tensor([epoch, batch])
 
     def _checksum(self) -> int:
         """Differs where the same seed and batch would be other windows."""

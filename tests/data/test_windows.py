@@ -20,6 +20,7 @@ from forked_process import ForkedProcess
 from resample_runs import settings, write_config, write_recording
 from robot_rig import wait_until
 from torch import Tensor
+from torch.utils.data import DataLoader
 from training_process import BATCH, SEED, digests
 
 from ppstream.core.errors import ConfigError
@@ -132,6 +133,29 @@ def test_what_was_read_ahead_is_not_lost(recordings: list[Path]) -> None:
     other.load_state_dict(state)
     assert all(map(same, expected[3:], other.batches(workers=3)))
     assert other.state_dict()["epoch"] == 1
+
+
+@pytest.mark.parametrize("context", ["fork", "forkserver"])
+def test_workers_that_persist_go_on_where_the_state_is(
+    recordings: list[Path], context: str
+) -> None:
+    forkserver.set_forkserver_preload(["torch"])
+    options = {"batch_size": None, "num_workers": 2, "multiprocessing_context": context}
+    data, alone = windows(recordings), windows(recordings)
+    loader = DataLoader(data, persistent_workers=True, **options)
+    for _ in range(3):
+        assert ends(map(data.cut, loader)) == ends(alone.batches())
+        assert data.state_dict() == alone.state_dict()
+    for one, batches in ((data, map(data.cut, loader)), (alone, alone.batches())):
+        assert len(ends(itertools.islice(batches, 3))) == 3 * 16
+        assert (one.state_dict()["epoch"], one.state_dict()["batch"]) == (3, 3)
+    assert ends(map(data.cut, loader)) == ends(alone.batches())  # the rest of the epoch
+    for one in (data, alone):
+        one.load_state_dict(one.state_dict() | {"epoch": 7, "batch": 1})
+    assert ends(map(data.cut, loader)) == ends(alone.batches())
+    again = DataLoader(data, persistent_workers=True, **options)
+    for _ in range(2):
+        assert ends(map(data.cut, again)) == ends(alone.batches())
 
 
 def test_a_state_of_something_else_is_refused(recordings: list[Path]) -> None:
