@@ -21,7 +21,7 @@ from ppstream.data.cutting import shown_frames
 from ppstream.data.disk_space import writing
 from ppstream.data.episode import Cut, RecordedEpisode, episodes_of
 from ppstream.data.inputs import DataInput, read_input
-from ppstream.data.job import fingerprint
+from ppstream.data.job import fingerprint, scratch_of
 from ppstream.data.safetensors_file import copy_frames, create, open_mapped
 from ppstream.data.sample_column import SampleColumn
 from ppstream.recording.recording import RecordedFrames
@@ -117,7 +117,7 @@ def _write(
                 numbers = shown_frames(camera, episode)
                 arrays[f"{number}/{camera.name}/{SHOWN}"] = numbers
                 frames[f"{number}/{camera.name}/{FRAMES}"] = episode.frames[camera.name], numbers
-    scratch = file.with_suffix(f".{os.getpid()}.tmp")
+    scratch = scratch_of(file)
     shapes = {name: (array.dtype, array.shape) for name, array in arrays.items()}
     for name, (found, numbers) in frames.items():
         shapes[name] = np.dtype(np.uint8), (len(numbers), *found.size, CHANNELS)

@@ -13,6 +13,7 @@ import hashlib
 import json
 import logging
 import os
+import secrets
 import shutil
 import signal
 import threading
@@ -261,7 +262,7 @@ def _written(
 ) -> InputRecord:
     output = _output_of(settings)
     file = _part_file(state, number, output.suffix)
-    scratch = file.with_suffix(f".{os.getpid()}.tmp")
+    scratch = scratch_of(file)
     try:
         summary = output.write(scratch, prepared)
         os.replace(scratch, file)
@@ -393,7 +394,12 @@ def _read_state(file: Path) -> dict[str, Any] | None:
     return about
 
 
+def scratch_of(file: Path) -> Path:
+    """A name beside ``file`` for what is to replace it: of this call alone, on whatever host."""
+    return file.with_suffix(f".{os.getpid()}-{secrets.token_hex(4)}.tmp")
+
+
 def _replace(file: Path, text: str) -> None:
-    scratch = file.with_suffix(f".{os.getpid()}.tmp")
+    scratch = scratch_of(file)
     scratch.write_text(text)
     os.replace(scratch, file)

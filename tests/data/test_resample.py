@@ -253,6 +253,25 @@ def test_of_two_shards_one_is_killed_and_its_inputs_are_done_again_and_none_twic
             assert file.read_bytes() == (out / file.relative_to(tmp_path / "expected")).read_bytes()
 
 
+def test_shards_whose_processes_have_one_number_write_files_of_their_own(
+    run: Path, recordings: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in containers with a folder in common: here a shard runs while another one replaces."""
+    out, replace, others = tmp_path / "out", os.replace, ["1/2"]
+
+    def replaced(source: Path, target: Path) -> None:
+        if others:
+            assert make(run, out, *recordings, "--shard", others.pop()) == 0
+        replace(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", replaced)
+        assert make(run, out, *recordings, "--shard", "0/2") == 0
+    assert make(run, tmp_path / "alone", *recordings) == 0
+    assert frames_in(out) == frames_in(tmp_path / "alone")
+    assert [*(out / ".resample").glob("*.tmp")] == []
+
+
 def test_bad_shards_are_refused(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for text in ("2/2", "x", "1/"):
         with pytest.raises(SystemExit) as left:

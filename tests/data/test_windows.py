@@ -121,6 +121,23 @@ def test_a_cache_changes_no_bit_and_is_made_once(recordings: list[Path], tmp_pat
     assert ends(wide.batches()) != ends(iter(plain))
 
 
+def test_ranks_whose_processes_have_one_number_make_a_cache_together(
+    recordings: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replace, others = os.replace, [1]
+
+    def replaced(source: Path, target: Path) -> None:
+        if others and others.pop():
+            windows(recordings, cache=tmp_path)
+        replace(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", replaced)
+        cached = windows(recordings, cache=tmp_path)
+    assert all(map(same, windows(recordings).batches(), cached.batches()))
+    assert len([*tmp_path.iterdir()]) == COUNT
+
+
 def test_what_was_read_ahead_is_not_lost(recordings: list[Path]) -> None:
     expected = list(windows(recordings).batches())
     data = windows(recordings)
