@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import os
 import threading
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from ppstream.core.clock import NS_PER_MS, NS_PER_S, Clock, now_ns
 from ppstream.core.errors import PpstreamError
@@ -23,15 +23,12 @@ from ppstream.robot.rehearsal import AskRehearsal
 from ppstream.robot.session import RobotSession
 from ppstream.robot.statistics import ClientStatistics
 from ppstream.robot.timeline import ActionTimeline
-from ppstream.robot.told_wait import Say
+from ppstream.robot.told_wait import Say, wait_executable, wait_open
 from ppstream.wire.keys import ClientKeys
 from ppstream.wire.robot_messages import ActionChunk, Conditioned, Described, ResetRequest, Samples
 
 if TYPE_CHECKING:
     from ppstream.robot.fleet_directory import FleetDirectory
-
-
-MERGED_MAX: Final = 256  # chunks that nothing was said of yet; of more the newest count
 
 
 class RobotClient:
@@ -112,7 +109,6 @@ class RobotClient:
         self._pid = os.getpid()
         self._asking = threading.Lock()
         self._asked: Asking | None = None
-        self._merged: deque[tuple[ActionChunk, int]] = deque(maxlen=MERGED_MAX)
         self._rehearsal = AskRehearsal(self._session, self.timeline)
         self._is_closing = False
         self._counting = threading.Lock()
@@ -153,7 +149,7 @@ class RobotClient:
             )
             self._link.directory = self._directory
             self._link.start()
-        self._link.wait_open(timeout_s, say)
+        wait_open(self._link, timeout_s, say)
 
     @property
     def connected(self) -> bool:
@@ -187,7 +183,7 @@ class RobotClient:
             PpstreamError: ``connect`` was not called.
             ReceiverEndedError: the receiving thread ended by an exception.
         """
-        return self._connected_link().wait_executable(timeout_s, say)
+        return wait_executable(self._connected_link(), timeout_s, say)
 
     def push(self, stream: str, stamp_ns: int | Values, values: Any) -> bool:
         """Send one sample ``[dim]``, or several ``[n, dim]`` with stamps ``[n]``; never waits.
@@ -262,8 +258,8 @@ class RobotClient:
         stamp = self.clock() if stamp_ns is None else stamp_ns
 
         def send() -> bool:
-            if self._feedback.tells_prefix:
-                self._send_merged(link)  # who asks again at once: the policy is to know
+            if self._feedback.tells_prefix:  # who asks again at once: the policy is to know
+                self._feedback.send_merged(link.send, self._session)
             now, outbox = now_ns(), self._outbox
             batches: list[Batch] = []
             for stream, values in samples.items():
@@ -420,7 +416,7 @@ class RobotClient:
             asked.answer = Answer(chunk, actions, refusal)
         if refusal is None:
             self._rehearsal.newest = chunk
-            self._merged.append((chunk, now_ns()))
+            self._feedback.merged(chunk, now_ns())
             if self.on_chunk is not None:
                 self.on_chunk(chunk)
 
@@ -431,25 +427,13 @@ class RobotClient:
             self._feedback.unread(chunk)
             self._feedback.send_reports(link.send)
 
-    def _send_merged(self, link: RobotLink) -> None:
-        """Send rank 0 what the newest merged chunk changed; the first thread to call does it."""
-        chunk = None
-        while self._merged:
-            try:
-                chunk, arrived_ns = self._merged.popleft()
-            except IndexError:  # another thread was faster
-                break
-            self._feedback.arrived(arrived_ns)
-        if chunk is not None and chunk.session == self._session.session:
-            self._feedback.send_prefix(link.send, chunk.session, chunk.session_epoch)
-
     def _turn(self, now: int) -> int | None:
         """The link's thread: send what is due, and say when the next batch is.
 
         Reports leave here, some together and just after a chunk came: they delay no samples.
         """
         link, feedback = self._connected_link(), self._feedback
-        self._send_merged(link)
+        feedback.send_merged(link.send, self._session)
         feedback.collect()
         reports_due_ns = feedback.send_due_reports(link.send, now)
         if not self._session.executable:

@@ -15,10 +15,9 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
 from ppstream.core.clock import NS_PER_MS, NS_PER_S, Clock, now_ns
-from ppstream.core.errors import HandshakeError, PeerLostError, PpstreamError, ReceiverEndedError
+from ppstream.core.errors import PeerLostError, PpstreamError, ReceiverEndedError
 from ppstream.core.waiter import Waiter
-from ppstream.robot.session import HOPELESS, RobotSession
-from ppstream.robot.told_wait import Say, Told, wait_for
+from ppstream.robot.session import RobotSession
 from ppstream.wire.endpoints import unix_path
 from ppstream.wire.fields import DECODE_ERRORS, encoder
 from ppstream.wire.keys import ClientKeys
@@ -120,52 +119,10 @@ class RobotLink:
             return self._socket.send(head, tail=values)
         return self._socket.send(encoder.encode(message))
 
-    def wait_open(self, timeout_s: float, say: Say | None = None) -> None:
-        """Wait for a session; ``say`` as ``told_wait.wait_for``.
-
-        Raises:
-            HandshakeError: the server refuses this robot for good; the message is the difference.
-            PeerLostError: no session in time; the message has the last refusal.
-            ReceiverEndedError: the link's thread has ended by an exception.
-        """
-        session = self.session
-        with self.changed:
-            session.refused = None
-
-        def why_not() -> str:
-            refused = session.refused
-            return "no answer, its ranks may still start" if refused is None else refused.reason
-
-        def is_over() -> bool:
-            return bool(session.session or session.is_hopeless or self.failure)
-
-        told = Told(say, self._socket.endpoint, why_not)
-        wait_for(self.changed, is_over, timeout_s, told)
-        with self.changed:
-            tried, is_open, refused = self._socket.endpoint, session.session != 0, session.refused
-        self.raise_failure()
-        if is_open:
-            return
-        why = f"no answer within {timeout_s:g} s" if refused is None else refused.reason
-        lines = [f"{tried}: no session: {why}", *(refused.details if refused else ())]
-        raise (HandshakeError if why in HOPELESS else PeerLostError)("\n  ".join(lines))
-
-    def wait_executable(self, timeout_s: float | None, say: Say | None = None) -> bool:
-        """Wait for a phase in which actions may be executed; False when it did not come in time.
-
-        ``say`` as ``told_wait.wait_for``.
-
-        Raises:
-            ReceiverEndedError: the link's thread has ended by an exception.
-        """
-
-        def is_over() -> bool:
-            return bool(self.session.executable or self.failure)
-
-        told = Told(say, self._socket.endpoint, lambda: f"the run is {self.session.phase}")
-        wait_for(self.changed, is_over, timeout_s, told)
-        self.raise_failure()
-        return self.session.executable
+    @property
+    def endpoint(self) -> str:
+        """Where a session is asked for, as this process's socket spells it."""
+        return self._socket.endpoint
 
     def raise_failure(self) -> None:
         """Raises ReceiverEndedError when the link's thread has ended by an exception."""

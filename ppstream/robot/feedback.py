@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from ppstream.core.clock import NS_PER_MS, NS_PER_S, Clock
 from ppstream.core.durations import Durations
@@ -26,6 +26,10 @@ from ppstream.wire.robot_messages import (
     Welcome,
 )
 
+if TYPE_CHECKING:
+    from ppstream.robot.session import RobotSession
+
+MERGED_MAX: Final = 256  # chunks that nothing was said of yet; of more the newest count
 MAX_REPORTS: Final = 256  # waiting to be sent
 REPORTS_AT_ONCE: Final = 8  # so many leave together: each packet alone wakes rank 0
 REPORTS_LATE_NS: Final = 100 * NS_PER_MS  # fewer leave so long after the first
@@ -45,6 +49,7 @@ class Feedback:
         self._lock = threading.Lock()
         self._ages = Durations()
         self._dispatches = Durations()
+        self._merged: deque[tuple[ActionChunk, int]] = deque(maxlen=MERGED_MAX)
         self._reports: deque[ChunkReport] = deque(maxlen=MAX_REPORTS)
         self._reports_due_ns: int | None = None
         self.tells_prefix = False
@@ -107,6 +112,22 @@ class Feedback:
             except IndexError:  # another thread was faster
                 return
             send(report)
+
+    def merged(self, chunk: ActionChunk, now_ns: int) -> None:
+        """The link's thread: a chunk was merged; what follows from it waits for ``send_merged``."""
+        self._merged.append((chunk, now_ns))
+
+    def send_merged(self, send: Send, session: RobotSession) -> None:
+        """Sends rank 0 what the newest merged chunk changed; the first thread to call does it."""
+        chunk = None
+        while self._merged:
+            try:
+                chunk, arrived_ns = self._merged.popleft()
+            except IndexError:  # another thread was faster
+                break
+            self.arrived(arrived_ns)
+        if chunk is not None and chunk.session == session.session:
+            self.send_prefix(send, chunk.session, chunk.session_epoch)
 
     def send_prefix(self, send: Send, session: int, session_epoch: int) -> None:
         """Sends what will be executed until the next chunk comes, if the policy asks for it."""

@@ -1,12 +1,20 @@
-"""wait_for: a wait that tells whoever wants to know what it waits for."""
+"""Waits of a robot: for a session, and for a phase in which it may move.
+
+A wait tells whoever wants to know what it waits for.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from threading import Condition
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from ppstream.core.clock import NS_PER_MS, NS_PER_S, now_ns
+from ppstream.core.errors import HandshakeError, PeerLostError
+from ppstream.robot.session import HOPELESS
+
+if TYPE_CHECKING:
+    from ppstream.robot.connection import RobotLink
 
 SILENT_NS: Final = 2 * NS_PER_S  # no shorter wait is worth a word
 SAID_NS: Final = 10 * NS_PER_S  # between two words on the same wait
@@ -21,6 +29,55 @@ class Told(NamedTuple):
     say: Say | None  # None: nobody
     whom: str  # is waited for
     why: Callable[[], str]  # it is not over; called with the condition held
+
+
+def wait_open(link: RobotLink, timeout_s: float, say: Say | None = None) -> None:
+    """Wait for a session of ``link``; ``say`` as ``wait_for``.
+
+    Raises:
+        HandshakeError: the server refuses this robot for good; the message is the difference.
+        PeerLostError: no session in time; the message has the last refusal.
+        ReceiverEndedError: the link's thread has ended by an exception.
+    """
+    session = link.session
+    with link.changed:
+        session.refused = None
+
+    def why_not() -> str:
+        refused = session.refused
+        return "no answer, its ranks may still start" if refused is None else refused.reason
+
+    def is_over() -> bool:
+        return bool(session.session or session.is_hopeless or link.failure)
+
+    wait_for(link.changed, is_over, timeout_s, Told(say, link.endpoint, why_not))
+    with link.changed:
+        is_open, refused = session.session != 0, session.refused
+    link.raise_failure()
+    if is_open:
+        return
+    why = f"no answer within {timeout_s:g} s" if refused is None else refused.reason
+    lines = [f"{link.endpoint}: no session: {why}", *(refused.details if refused else ())]
+    raise (HandshakeError if why in HOPELESS else PeerLostError)("\n  ".join(lines))
+
+
+def wait_executable(link: RobotLink, timeout_s: float | None, say: Say | None = None) -> bool:
+    """Wait for a phase in which actions may be executed; False when it did not come in time.
+
+    ``say`` as ``wait_for``.
+
+    Raises:
+        ReceiverEndedError: the link's thread has ended by an exception.
+    """
+    session = link.session
+
+    def is_over() -> bool:
+        return bool(session.executable or link.failure)
+
+    told = Told(say, link.endpoint, lambda: f"the run is {session.phase}")
+    wait_for(link.changed, is_over, timeout_s, told)
+    link.raise_failure()
+    return session.executable
 
 
 def wait_for(

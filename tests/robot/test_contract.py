@@ -20,6 +20,7 @@ from ppstream.robot.client import RobotClient
 from ppstream.robot.connection import RobotLink
 from ppstream.robot.contract import streams_of
 from ppstream.robot.session import RobotSession
+from ppstream.robot.told_wait import wait_open
 from ppstream.sessions.contract import description
 from ppstream.wire import keys as wire_keys
 from ppstream.wire import robot_messages as m
@@ -158,7 +159,7 @@ def test_an_answer_on_an_open_session_disturbs_nothing() -> None:
             server.sessions.endpoint, session, lambda chunk: None, lambda now: None, str
         )
         link.start()
-        link.wait_open(10)
+        wait_open(link, 10)
         assert link.send(m.Describe(WIRE_MAJOR, WIRE_MINOR))
         assert link.send(m.Instruct(session.session, 1, "after it"))
         with link.changed:
