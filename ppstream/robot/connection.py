@@ -416,14 +416,18 @@ class RobotLink:
         """Send what is due; returns for how long there is nothing to do."""
         self._turned_ns, self._turn_ns = now, now + SLICE_NS
         with self.changed:
-            message = self.session.due(now)
-            if message is not None:
-                self.session.was_sent(now, sent=self.send(message))
+            self._send_due(now)
             due_ns = self.session.due_ns
         other_ns = self._on_turn(now)
         if other_ns is not None:
             due_ns = min(due_ns, other_ns)
         return max(0, due_ns - now_ns())
+
+    def _send_due(self, now: int) -> None:
+        """With ``changed`` held: what the session must say now."""
+        message = self.session.due(now)
+        if message is not None:
+            self.session.was_sent(now, sent=self.send(message))
 
     def _receive(self, body: bytes | memoryview) -> None:
         try:
@@ -440,7 +444,9 @@ class RobotLink:
         if isinstance(message, Described):  # nobody asked here
             return
         with self.changed:
-            self.session.on_answer(message, now_ns())
+            now = now_ns()
+            if self.session.on_answer(message, now):
+                self._send_due(now)  # the instruction: before samples follow
             if self.directory is not None and self.session.phase in LEAVING:
                 self.session.on_lost(now_ns())  # another pipeline may serve at once
             self.changed.notify_all()

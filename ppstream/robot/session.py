@@ -83,6 +83,8 @@ class RobotSession:
         self._hello_ns = 0  # when the next Hello is due
         self._spoke_ns = 0  # when something was last sent in this session
         self._stuck_ns = 0  # since when nothing could be sent; 0: it could
+        self._is_told = True  # the server knows the newest instruction
+        self._tell_ns = 0  # else: when it is told
         self._ping_ns = NS_PER_S
 
     @property
@@ -102,15 +104,20 @@ class RobotSession:
     @property
     def due_ns(self) -> int:
         """When the next message falls due, unless samples are sent before."""
-        return self._spoke_ns + self._ping_ns if self.session else self._hello_ns
+        if not self.session:
+            return self._hello_ns
+        return self._spoke_ns + self._ping_ns if self._is_told else self._tell_ns
 
-    def due(self, now_ns: int) -> Hello | Ping | None:
+    def due(self, now_ns: int) -> Hello | Instruct | Ping | None:
         """The message to send now, if any."""
         if now_ns < self.due_ns:
             return None
-        if self.session:
-            return Ping(self.session)
-        return msgspec.structs.replace(self._hello, resumes=self._resumes)
+        hello = self._hello
+        if not self.session:
+            return msgspec.structs.replace(hello, resumes=self._resumes)
+        if not self._is_told:
+            return Instruct(self.session, hello.conditioning_epoch, hello.instruction)
+        return Ping(self.session)
 
     def was_sent(self, now_ns: int, *, sent: bool) -> None:
         """Notes that what ``due`` gave was handed over, or that there is no connection to take it.
@@ -119,11 +126,13 @@ class RobotSession:
         another address; but a full one looks the same, so it is given some time.
         """
         if self.session and sent:
+            self._is_told = True
             self.on_sent(now_ns)
             return
         if self.session:
             self._stuck_ns = self._stuck_ns or now_ns
-            self._spoke_ns = now_ns + RETRY_NS[0] - self._ping_ns
+            self._tell_ns = now_ns + RETRY_NS[0]
+            self._spoke_ns = self._tell_ns - self._ping_ns
             if now_ns - self._stuck_ns >= STUCK_NS:
                 self.on_lost(now_ns)
             return
@@ -142,7 +151,10 @@ class RobotSession:
             self._spoke_ns = -self._ping_ns
 
     def instruct(self, text: str) -> Instruct:
-        """From now on ``text`` is the instruction, in this and later sessions; to be sent."""
+        """From now on ``text`` is the instruction, in this and later sessions.
+
+        What is returned must be sent at once, or the session given up.
+        """
         epoch = self._hello.conditioning_epoch + 1
         message = Instruct(self.session, epoch, text)
         try:
@@ -152,6 +164,7 @@ class RobotSession:
         self._hello = msgspec.structs.replace(
             self._hello, instruction=text, conditioning_epoch=epoch
         )
+        self._is_told = True
         return message
 
     def on_answer(
@@ -213,6 +226,8 @@ class RobotSession:
             self._outages.add(now_ns - self._lost_ns)
             self._lost_ns = None
         self.on_sent(now_ns)
+        # The Hello that was answered may be older than the instruction; who knows it ignores it.
+        self._is_told, self._tell_ns = not self._hello.conditioning_epoch, now_ns
         if self._on_open is not None:
             self._on_open(welcome)
         return True

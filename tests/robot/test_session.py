@@ -112,6 +112,22 @@ def test_the_second_answer_to_a_hello_opens_nothing() -> None:
     assert (robot.session_epoch, robot.opened) == (2, 1)
 
 
+def test_an_instruction_is_told_whatever_hello_was_answered_and_samples_put_it_off_not() -> None:
+    robot = session()
+    robot.was_sent(0, sent=True)
+    robot.instruct("stop at the red line")
+    robot.on_answer(welcome(), 5)
+    robot.on_sent(6)
+    told = m.Instruct(7, 1, "stop at the red line")
+    assert robot.due(6) == told
+    robot.was_sent(6, sent=False)
+    robot.on_sent(7)
+    assert robot.due(6 + RETRY_NS[0] - 1) is None
+    assert robot.due(6 + RETRY_NS[0]) == told
+    robot.was_sent(6 + RETRY_NS[0], sent=True)
+    assert robot.due(6 + RETRY_NS[0] + SILENCE_NS // 4) == m.Ping(7)
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [

@@ -34,6 +34,7 @@ class RobotSessionIsAskedForUntilItIsHeldAndThenKept(RuleBasedStateMachine):
         self.refused: m.Refused | None = None
         self.conditioned: m.Conditioned | None = None
         self.text, self.texts = "", 0
+        self.tell_ns: int | None = None  # when the server of this session is told the text
         self.heard_ns: int | None = None  # when anything was last sent in this session
         self.stuck_ns: int | None = None  # since when nothing could be
         self.outage_ns: int | None = None
@@ -55,7 +56,7 @@ class RobotSessionIsAskedForUntilItIsHeldAndThenKept(RuleBasedStateMachine):
         if message is None:
             return
         if self.session:
-            assert message == m.Ping(self.session)
+            assert message == self._said()
             self._ping(now, sent=sent)
         else:
             assert now >= self.next_hello_ns
@@ -78,7 +79,7 @@ class RobotSessionIsAskedForUntilItIsHeldAndThenKept(RuleBasedStateMachine):
     def samples_cannot_be_sent(self) -> None:
         self.robot.doubt()
         if self.session and self.stuck_ns is None:
-            assert self.robot.due(self.clock()) == m.Ping(self.session)
+            assert self.robot.due(self.clock()) == self._said()
             self.heard_ns = None  # asked at once, whatever was sent before
 
     # ---- what the server says ------------------------------------------------------------------
@@ -100,6 +101,7 @@ class RobotSessionIsAskedForUntilItIsHeldAndThenKept(RuleBasedStateMachine):
         if self.outage_ns is not None:
             self.outages.append(now - self.outage_ns)
             self.outage_ns = None
+        self.tell_ns = now if self.texts else None
         assert self.robot.welcome is answer is self.opened[-1]
 
     @rule(reason=st.sampled_from(["version", "contract", "full", "draining"]))
@@ -138,7 +140,7 @@ class RobotSessionIsAskedForUntilItIsHeldAndThenKept(RuleBasedStateMachine):
 
     @rule(text=st.sampled_from(["", "fold it", "x" * MAX_INSTRUCTION]))
     def instruct(self, text: str) -> None:
-        self.text, self.texts = text, self.texts + 1
+        self.text, self.texts, self.tell_ns = text, self.texts + 1, None
         assert self.robot.instruct(text) == m.Instruct(self.session, self.texts, text)
 
     @rule(text=st.sampled_from(["x" * (MAX_INSTRUCTION + 1), "\ud800"]))
@@ -189,6 +191,8 @@ class RobotSessionIsAskedForUntilItIsHeldAndThenKept(RuleBasedStateMachine):
         due_ns = self.robot.due_ns
         if not self.session:
             assert due_ns == self.next_hello_ns
+        elif self.tell_ns is not None:
+            assert due_ns == self.tell_ns
         elif self.stuck_ns is not None:
             assert due_ns == self.next_try_ns
         elif self.heard_ns is not None:
@@ -207,12 +211,19 @@ class RobotSessionIsAskedForUntilItIsHeldAndThenKept(RuleBasedStateMachine):
         assert told.outage.count == len(self.outages)
         assert told.outage.max_ns == max(self.outages, default=0)
 
+    def _said(self) -> m.Ping | m.Instruct:
+        if self.tell_ns is None:
+            return m.Ping(self.session)
+        return m.Instruct(self.session, self.texts, self.text)
+
     def _ping(self, now: int, *, sent: bool) -> None:
         self.robot.was_sent(now, sent=sent)
         if sent:
-            self.heard_ns, self.stuck_ns = now, None
+            self.heard_ns, self.stuck_ns, self.tell_ns = now, None, None
             return
         self.next_try_ns = now + RETRY_NS[0]
+        if self.tell_ns is not None:
+            self.tell_ns = self.next_try_ns
         self.stuck_ns = now if self.stuck_ns is None else self.stuck_ns
         if now - self.stuck_ns >= STUCK_NS:
             self._lost()

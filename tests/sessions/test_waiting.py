@@ -5,18 +5,23 @@ from __future__ import annotations
 import tempfile
 import threading
 from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, suppress
+from pathlib import Path
 from typing import Final, NamedTuple
 
+import msgspec
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from robot_rig import Server, make_client, make_config, wait_until
+from robot_rig import Server, make_client, make_config, serving, wait_until
 from session_desk import Desk, hello, open_desk
 
 from ppstream.core.clock import NS_PER_MS, NS_PER_S
+from ppstream.core.errors import PeerLostError
+from ppstream.robot import session as robot_session
 from ppstream.sessions.table import SILENCE_NS
 from ppstream.sessions.waiting import PATIENCE_NS, WAITING_MAX, WaitingList
 from ppstream.wire import robot_messages as m
@@ -308,3 +313,34 @@ def test_no_row_is_given_to_a_robot_that_waits_once_the_run_ends() -> None:
         desk.sessions.set_phase("draining")
         desk.send(first, m.Bye(session))
         assert desk.sessions.statistics().open == 0
+
+
+def test_an_instruction_that_is_given_while_a_robot_waits_in_line_is_followed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Its row is given to the Hello that it said before; it says no other meanwhile."""
+    monkeypatch.setattr(robot_session, "RETRY_NS", (3600 * NS_PER_S, 3600 * NS_PER_S))
+    config = make_config(f"unix://{tmp_path}/here")
+    policy = msgspec.structs.replace(config.policy, instructions=True)
+    told: list[str] = []
+
+    def teach(number: int, text: str, done: Callable[[int, str], None]) -> None:
+        told.append(text)
+        done(number, "")
+
+    with serving(msgspec.structs.replace(config, policy=policy)) as server:
+        requests = server.sessions.requests
+        server.order(lambda: requests.attach(teach, lambda name, **fields: None))
+        first, second = (make_client(server.sessions.endpoint, robot=name) for name in "ab")
+        first.connect()
+        with suppress(PeerLostError):
+            second.connect(0.0)
+        wait_until(lambda: server.sessions.statistics().refused == {"full": 1})
+        epoch = second.instruct("stop at the red line")
+        first.close()
+        second.connect()
+        answer = second.wait_conditioned(epoch, 10)
+        second.close()
+    assert told == ["stop at the red line"]
+    assert answer is not None
+    assert (answer.conditioning_epoch, answer.fault) == (epoch, "")
