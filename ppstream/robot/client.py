@@ -110,7 +110,6 @@ class RobotClient:
         self._asking = threading.Lock()
         self._asked: Asking | None = None
         self._rehearsal = AskRehearsal(self._session, self.timeline)
-        self._is_closing = False
         self._counting = threading.Lock()
         self._sent = self._unsent = 0
         self._dropped: Counter[str] = Counter()
@@ -170,9 +169,10 @@ class RobotClient:
     def ready(self) -> bool:
         """True when the phase permits to execute actions; the lease of each must permit it, too.
 
-        False for good once the receiving thread has ended.
+        False for good once the receiving thread has ended or the client was closed.
         """
-        return self._session.executable and self.failure is None
+        is_over = self.timeline.is_closed or self.failure is not None
+        return self._session.executable and not is_over
 
     def wait_ready(self, timeout_s: float | None = None, *, say: Say | None = None) -> bool:
         """Wait for a phase in which actions may be executed; False when it did not come in time.
@@ -369,13 +369,13 @@ class RobotClient:
         """Send what is gathered, say goodbye, release the socket. Twice is fine.
 
         A chunk that comes too late to be executed, or was not read yet, is counted as ``closed``
-        and reported. A process that was forked closes nothing: the session is its parent's.
+        and reported. A ``ControlLoop`` latches the fault ``client`` and brings the robot to rest.
+        A process that was forked closes nothing: the session is its parent's.
         """
         if self._link is not None and os.getpid() == self._pid:
             self._flush(self._link)
             with self._link.changed:
-                self._is_closing = True
-                self.timeline.clear()  # so that the last chunks are reported, too
+                self.timeline.close()  # so that the last chunks are reported, too
             self._feedback.collect()
             self._feedback.send_reports(self._link.send)
             self._send_state(self._link, now_ns(), is_last=True)
@@ -404,7 +404,7 @@ class RobotClient:
         link = self._link
         assert link is not None
         with link.lock:  # a reset comes wholly before or wholly after
-            reason = self._session.reject(chunk) or ("closed" if self._is_closing else None)
+            reason = self._session.reject(chunk) or ("closed" if self.timeline.is_closed else None)
             actions = self.timeline.actions_of(chunk)
             refusal = None if reason else self.timeline.merge(chunk, self.clock(), actions)
         if reason is not None:

@@ -50,10 +50,10 @@ class LoopFault:
     """Reason why the loop no longer executes actions.
 
     ``lease``: the newest action chunk expired before another came; ``phase``: the run left the
-    phases in which robots may move; ``client``: the client's receiving thread has ended, ``text``
-    has its traceback; ``loop``: a tick raised ``text``, as ``run`` did then; ``stop``: a call
-    of ``stop``, ``text`` is its reason. ``at_ns`` and ``expired_ns`` are the robot's
-    clock.
+    phases in which robots may move; ``client``: the client was closed, or its receiving thread has
+    ended and ``text`` has its traceback; ``loop``: a tick raised ``text``, as ``run`` did then;
+    ``stop``: a call of ``stop``, ``text`` is its reason. ``at_ns`` and ``expired_ns`` are the
+    robot's clock.
     """
 
     reason: FaultReason
@@ -318,8 +318,10 @@ class ControlLoop:
             client.timeline.raise_failure()
             action = client.timeline.action_at(at_ns) if client.ready else None
         except ReceiverEndedError as error:
-            if self._fault is None or self._fault.reason != "client":
-                self._latch("client", at_ns, client.timeline.expires_ns, str(error))
+            self._latch_client(at_ns, str(error))
+            return None
+        if client.timeline.is_closed:
+            self._latch_client(at_ns, "it was closed while the loop ran; end the loop first")
             return None
         if action is not None:
             self._fault = None
@@ -342,6 +344,11 @@ class ControlLoop:
         )
         self._begin_rest(fault)
         self._client.timeline.held(at_ns, self._said)
+
+    def _latch_client(self, at_ns: int, text: str) -> None:
+        """No action can come any more; of such faults the first one stays."""
+        if self._fault is None or self._fault.reason != "client":
+            self._latch("client", at_ns, self._client.timeline.expires_ns, text)
 
     def _latch(
         self, reason: FaultReason, at_ns: int, expires_ns: int | None, text: str = ""

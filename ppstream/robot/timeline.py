@@ -75,6 +75,7 @@ class ActionTimeline:
 
     Attributes:
         failure: the reason why no more chunks can arrive; None: they can.
+        is_closed: True once the client was closed: nothing is merged or executed any more.
         is_ready: returns True while the run's phase permits motion; only then holds are counted.
         on_trouble: called, outside the lock, by the thread that sees a hold begin or a fault latch.
     """
@@ -83,6 +84,7 @@ class ActionTimeline:
         self.dim = dim
         self.executing: Executing | None = None  # the newest action given out
         self.failure: str | None = None
+        self.is_closed = False
         self.is_ready: Callable[[], bool] = _always
         self.on_trouble: Callable[[], None] = _nothing
         self._own_max_age_ns = 0 if max_age_ms is None else round(max_age_ms * NS_PER_MS)
@@ -263,6 +265,11 @@ class ActionTimeline:
                 self._end(self._playing.popleft())
             self._newest = None
             self._holds.begin_episode()
+
+    def close(self) -> None:
+        """Forget all chunks for good: there is no action to execute any more."""
+        self.is_closed = True
+        self.clear()
 
     def pop_outcomes(self, now_ns: int) -> list[ChunkOutcome]:
         """Returns the fate of the chunks that ended by ``now_ns`` and since the last call."""

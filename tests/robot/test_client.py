@@ -427,6 +427,40 @@ def test_a_control_loop_latches_a_dead_receiving_thread_and_rests() -> None:
         assert not thread.is_alive()
 
 
+def test_a_control_loop_brings_the_robot_to_rest_when_its_client_is_closed() -> None:
+    left: list[float] = []
+    with serving(answers=True) as server:
+        client = make_client(server.sessions.endpoint)
+        client.connect()
+        loop = ControlLoop(
+            200.0,
+            lambda at_ns: {"joints": [0, 0, 0]},
+            lambda action: None,
+            client,
+            hold=lambda: None,
+            on_expiry="stop",
+            stop=left.append,
+            ramp_ms=20.0,
+        )
+        thread = threading.Thread(target=loop.run)
+        thread.start()
+        wait_until(lambda: loop.statistics().executed > 3)
+        client.close()
+        assert not client.ready
+        wait_until(lambda: left and left[-1] == 0.0)
+        fault = loop.fault
+        assert fault is not None
+        assert str(fault).startswith("client: it was closed")
+        executed = loop.statistics().executed
+        loop.clear_fault()
+        wait_until(lambda: loop.fault is not None)
+        assert loop.statistics().executed == executed
+        loop.end()
+        thread.join(10)
+        assert not thread.is_alive()
+        assert client.failure is None
+
+
 def test_rank_0_hears_of_holds_and_faults_and_that_they_ended() -> None:
     lease_ns = 3 * NS_PER_S  # longer than a busy machine keeps a thread waiting
     with (
