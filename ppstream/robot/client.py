@@ -188,7 +188,8 @@ class RobotClient:
     def push(self, stream: str, stamp_ns: int | Values, values: Any) -> bool:
         """Send one sample ``[dim]``, or several ``[n, dim]`` with stamps ``[n]``; never waits.
 
-        Values are copied. False: rank 0 cannot receive now; the due samples were counted unsent.
+        Values are copied; several have 1 MiB at most, each with 8 bytes of stamp. False: rank 0
+        cannot receive now; the due samples were counted unsent.
 
         Raises:
             SpecError: the samples are not what was declared for ``stream``.

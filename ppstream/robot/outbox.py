@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from ppstream.core.errors import SpecError
-from ppstream.wire.fields import MAX_SAMPLE_BYTES
+from ppstream.wire.fields import MAX_PUSH_BYTES, MAX_SAMPLE_BYTES
 from ppstream.wire.robot_messages import PARTS_BYTES, StreamDeclaration
 
 Values: TypeAlias = np.ndarray[Any, Any]
@@ -28,7 +28,7 @@ DTYPES: Final = ("float32", "float64", "uint8")
 ENCODINGS: Final = ("raw", "jpeg")
 BATCH_SAMPLES: Final = 256  # a full batch leaves before its time
 MIN_NS, MAX_NS = -(2**63), 2**63 - 1  # that an int64 holds
-MAX_PUSH_BYTES: Final = 1024 * 1024  # of values at once, unless one sample alone has more
+STAMP_BYTES: Final = 8  # of each sample
 
 
 class Batch(msgspec.Struct, frozen=True):
@@ -141,8 +141,9 @@ class _Gathering:
         self._dtype = np.dtype(declared.dtype)
         self._shape = shape
         sample_bytes = declared.dim * self._dtype.itemsize
-        self.bytes_max = max(MAX_PUSH_BYTES, sample_bytes)
-        self._capacity = min(BATCH_SAMPLES, self.bytes_max // sample_bytes)
+        self.bytes_max = max(MAX_PUSH_BYTES, sample_bytes)  # of an encoded frame
+        self._samples_max = max(1, MAX_PUSH_BYTES // (sample_bytes + STAMP_BYTES))
+        self._capacity = min(BATCH_SAMPLES, self._samples_max)
         self._stamps = np.empty(self._capacity, dtype=np.int64)
         self._values = np.empty((self._capacity, declared.dim), dtype=declared.dtype)
         self._count = 0
@@ -184,10 +185,10 @@ class _Gathering:
                 f"stamps, expected {self._shape} with one or (n, {several}) with n"
             )
         array = array.reshape(len(stamps), declared.dim)
-        if array.nbytes > self.bytes_max:
+        if len(stamps) > self._samples_max:
             raise SpecError(
-                f"stream {declared.name!r}: {array.nbytes} bytes in one push, limit "
-                f"{self.bytes_max}; push fewer samples at once"
+                f"stream {declared.name!r}: {len(stamps)} samples in one push, limit "
+                f"{self._samples_max}; push fewer at once"
             )
         return stamps, array
 

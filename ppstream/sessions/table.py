@@ -17,6 +17,7 @@ import numpy as np
 
 from ppstream.core.clock import NS_PER_MS, NS_PER_S
 from ppstream.sessions.session import Session, SessionStream
+from ppstream.wire.fields import MAX_PUSH_BYTES
 
 if TYPE_CHECKING:
     from ppstream.config.schema import PipelineConfig, StreamConfig
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from ppstream.wire.robot_messages import Hello
 
 SILENCE_NS: Final = 5 * NS_PER_S  # a robot that says nothing for longer has left
-PUSH_BYTES: Final = 1 << 20  # a robot sends no more samples at once than fit
 HEADER_BYTES: Final = 1 << 16  # of any message, beside its samples
 RATE_MARGIN: Final = 4.0  # times the declared rates, each sample a frame of its own
 OTHER_FRAMES_PER_S: Final = 400  # reports, prefixes, pings, instructions
@@ -37,7 +37,7 @@ LONE_FRAMES: Final = 64  # the same of a lone robot's samples, which take less t
 def frame_bytes_max(config: PipelineConfig) -> int:
     """A larger frame loses its sender the connection before memory is taken for it."""
     largest = max(stream.dim * np.dtype(stream.dtype).itemsize for stream in config.streams)
-    return max(PUSH_BYTES, largest) + HEADER_BYTES
+    return max(MAX_PUSH_BYTES, largest) + HEADER_BYTES
 
 
 def frames_per_second(config: PipelineConfig) -> int:

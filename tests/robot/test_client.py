@@ -38,6 +38,7 @@ from ppstream.robot.control_loop import ControlLoop
 from ppstream.robot.feedback import Feedback
 from ppstream.robot.outbox import Outbox
 from ppstream.robot.session import RobotSession
+from ppstream.wire.fields import MAX_PUSH_BYTES
 from ppstream.wire.robot_messages import ActionChunk, ChunkReport, Prefix, RobotState, Samples
 
 pytestmark = pytest.mark.usefixtures("either_socket")
@@ -83,6 +84,18 @@ def test_two_threads_push_and_nothing_is_lost_or_mixed() -> None:
         wait_until(lambda: [ring.accepted for ring in rings.values()] == [count, count])
         statistics = client.statistics()
         assert (statistics.sent, statistics.sessions_opened) == (2 * count, 1)
+
+
+def test_the_most_samples_that_one_push_takes_arrive_and_one_more_is_refused() -> None:
+    most = MAX_PUSH_BYTES // (3 * 4 + 8)  # float32[3] and a stamp each
+    with serving() as server, make_client(server.sessions.endpoint) as client:
+        client.connect()
+        with pytest.raises(SpecError, match=f"{most + 1} samples in one push, limit {most}; push"):
+            client.push("joints", np.arange(most + 1), np.zeros((most + 1, 3), np.float32))
+        assert client.push("joints", np.arange(most), np.zeros((most, 3), np.float32))
+        ring = server.rows[0].rings["joints"]
+        wait_until(lambda: ring.ledger.received == most, seconds=20)
+        assert client.statistics().sessions_opened == 1
 
 
 def test_gathered_samples_leave_also_when_no_push_follows() -> None:

@@ -10,14 +10,17 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from ppstream.core.clock import ManualClock
 from ppstream.core.errors import SpecError
-from ppstream.robot.outbox import BATCH_SAMPLES, MAX_PUSH_BYTES, Batch, Outbox
+from ppstream.robot.outbox import BATCH_SAMPLES, Batch, Outbox
+from ppstream.wire.fields import MAX_PUSH_BYTES
 
-LARGE = MAX_PUSH_BYTES // 4 // 3  # values of one sample: a full batch holds three
+LARGE = (
+    MAX_PUSH_BYTES // 4 // 3 - 2
+)  # beside its stamp, values of one sample: a full batch holds three
 STREAMS: Any = [("joints", 2), ("imu", 1, "float64"), ("grid", LARGE), ("eye", 9, "uint8", "jpeg")]
 RAW = {name: (index, dim) for index, (name, dim, *_) in enumerate(STREAMS[:3])}
 DTYPES = {"joints": np.float32, "imu": np.float64, "grid": np.float32}
 BATCH_NS = 10
-MOST = {"joints": MAX_PUSH_BYTES // 8, "imu": MAX_PUSH_BYTES // 8, "grid": 3}  # samples at once
+MOST = {"joints": MAX_PUSH_BYTES // 16, "imu": MAX_PUSH_BYTES // 16, "grid": 3}  # samples at once
 FULL = {name: min(BATCH_SAMPLES, most) for name, most in MOST.items()}
 
 streams = st.sampled_from([*RAW])

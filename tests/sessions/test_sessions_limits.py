@@ -16,14 +16,21 @@ from ppstream.sessions.table import (
     DRAIN_FRAMES,
     DRAIN_NS,
     HEADER_BYTES,
-    PUSH_BYTES,
     STRANGER_FRAMES_PER_S,
     frame_bytes_max,
     frames_per_second,
     samples_per_second,
 )
 from ppstream.wire import robot_messages as m
-from ppstream.wire.fields import MAX_DIM, MAX_INSTRUCTION, MAX_NAME, WIRE_MAJOR, WIRE_MINOR, encoder
+from ppstream.wire.fields import (
+    MAX_DIM,
+    MAX_INSTRUCTION,
+    MAX_NAME,
+    MAX_PUSH_BYTES,
+    WIRE_MAJOR,
+    WIRE_MINOR,
+    encoder,
+)
 
 CONFIG = make_config(rows=2)
 LIMIT = frames_per_second(CONFIG)
@@ -117,7 +124,9 @@ def test_all_that_a_lone_robot_says_is_taken_in_turn_and_counted() -> None:
         assert statistics.frames_handled == 7  # and its Hello
 
 
-@pytest.mark.parametrize(("dim", "limit"), [(3, PUSH_BYTES), (PUSH_BYTES, 4 * PUSH_BYTES)])
+@pytest.mark.parametrize(
+    ("dim", "limit"), [(3, MAX_PUSH_BYTES), (MAX_PUSH_BYTES, 4 * MAX_PUSH_BYTES)]
+)
 def test_the_largest_frame_holds_a_push_and_a_sample(dim: int, limit: int) -> None:
     config = make_config()
     stream = msgspec.structs.replace(config.streams[0], dim=dim)
