@@ -204,7 +204,7 @@ class RobotLink:
 
         The answer comes first: what is due is looked at when the guest, or a turn, is long overdue.
         """
-        if self.is_closing or self.failure:
+        if self._is_over:
             return None
         now = now_ns()
         if now < self._turn_ns:
@@ -224,7 +224,7 @@ class RobotLink:
     def guest_read(self, is_over: Callable[[], bool]) -> bool:
         """Receive what has come; True: ``is_over()``, or there is nothing to wait for any more."""
         try:
-            return bool(self.is_closing or self.failure or self._read(is_over))
+            return self._is_over or self._read(is_over)
         except Exception as error:  # noqa: BLE001 - as on the link's thread
             self._fail(error)
             return True
@@ -271,11 +271,16 @@ class RobotLink:
         self._waiter.close()
         self._gate.close()
 
+    @property
+    def _is_over(self) -> bool:
+        """There is no more work: the link is closing, or an exception ended it."""
+        return self.is_closing or self.failure is not None
+
     def _run(self) -> None:
         try:
-            while not self.is_closing:
+            while not self._is_over:
                 with self._reading:
-                    while not (self.is_closing or self._guest):
+                    while not (self._is_over or self._guest):
                         if self.directory is not None:
                             self._ask(self.directory)
                         if self._wait():
@@ -363,7 +368,7 @@ class RobotLink:
     def _work_until(self, is_over: Callable[[], bool], until_ns: int) -> None:
         try:
             # It reads before it waits, too: the link's thread may have been told of what came.
-            while not (is_over() or self.is_closing or self.failure or self._read(is_over)):
+            while not (is_over() or self._is_over or self._read(is_over)):
                 left_ns = until_ns - now_ns()
                 if left_ns <= 0:
                     break
@@ -389,7 +394,7 @@ class RobotLink:
         return False
 
     def _fail(self, error: BaseException) -> None:
-        """The thread ends: nobody may go on as if chunks could come."""
+        """The work ends, on whatever thread: nobody may go on as if chunks could come."""
         *_, what = traceback.format_exception_only(error)
         trace = "".join(traceback.format_exception(error))
         text = (
@@ -404,6 +409,7 @@ class RobotLink:
             self._on_failure(self.failure)
         with suppress(Exception):
             self._leave()
+        self.wake()  # the link's own thread ends, too, where a guest's callback raised
         logger.error("%s", self.failure)
 
     def _leave(self) -> None:
@@ -424,8 +430,8 @@ class RobotLink:
         return max(0, due_ns - now_ns())
 
     def _send_due(self, now: int) -> None:
-        """With ``changed`` held: what the session must say now."""
-        message = self.session.due(now)
+        """With ``changed`` held: what the session must say now; one that failed asks for none."""
+        message = None if self.failure else self.session.due(now)
         if message is not None:
             self.session.was_sent(now, sent=self.send(message))
 

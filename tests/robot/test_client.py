@@ -814,6 +814,26 @@ def test_a_callback_that_asks_or_raises_while_one_asks_is_said(asks: bool) -> No
     assert refused == ["a callback of the client cannot wait for what its own thread would receive"]
 
 
+def test_behind_a_callback_that_raises_while_one_asks_no_session_is_asked_for() -> None:
+    def fail(chunk: ActionChunk) -> None:
+        client.on_chunk = None
+        raise ValueError("once")
+
+    before = {*threading.enumerate()}
+    with serving(make_config(), answers=True) as server:
+        others = {*threading.enumerate()} - before
+        client = make_client(server.sessions.endpoint, on_chunk=fail)
+        client.connect()
+        assert client.wait_ready(10)
+        with pytest.raises(ReceiverEndedError, match="once"):
+            client.ask(BOTH, 5.0)
+        wait_until(lambda: {*threading.enumerate()} <= before | others, seconds=20)
+        assert not client.connected
+        wait_until(lambda: server.sessions.statistics().closed == {"bye": 1})
+        assert server.sessions.statistics().opened == 1
+        client.close()
+
+
 def test_a_client_may_be_closed_while_one_asks() -> None:
     with serving(make_config(), answers=True) as server:
         client = make_client(server.sessions.endpoint, on_chunk=lambda chunk: client.close())
