@@ -106,6 +106,8 @@ class RobotClient:
         )
         self.on_chunk = on_chunk
         self._link: RobotLink | None = None
+        self._linking = threading.Lock()  # held while the link is made or given up
+        self._is_closed = False
         self._pid = os.getpid()
         self._asking = threading.Lock()
         self._asked: Asking | None = None
@@ -139,15 +141,19 @@ class RobotClient:
             HandshakeError: the server refuses this robot for good; the message is the difference.
             PeerLostError: no session in time; the message has the last refusal.
             ConfigError: the endpoint is malformed.
+            PpstreamError: the client was closed.
             ReceiverEndedError: the receiving thread ended by an exception.
         """
-        if self._link is None:
-            callbacks = (self._merge, self._turn, self._fail)
-            self._link = RobotLink(
-                self._endpoint, self._session, *callbacks, keys=self._keys, clock=self.clock
-            )
-            self._link.directory = self._directory
-            self._link.start()
+        with self._linking:
+            if self._is_closed:
+                raise PpstreamError("this client was closed; make another")
+            if self._link is None:
+                callbacks = (self._merge, self._turn, self._fail)
+                self._link = RobotLink(
+                    self._endpoint, self._session, *callbacks, keys=self._keys, clock=self.clock
+                )
+                self._link.directory = self._directory
+                self._link.start()
         wait_open(self._link, timeout_s, say)
 
     @property
@@ -373,14 +379,18 @@ class RobotClient:
         and reported. A ``ControlLoop`` latches the fault ``client`` and brings the robot to rest.
         A process that was forked closes nothing: the session is its parent's.
         """
-        if self._link is not None and os.getpid() == self._pid:
-            self._flush(self._link)
-            with self._link.changed:
+        if os.getpid() != self._pid:
+            return
+        with self._linking:
+            link, self._is_closed = self._link, True
+        if link is not None:
+            self._flush(link)
+            with link.changed:
                 self.timeline.close()  # so that the last chunks are reported, too
             self._feedback.collect()
-            self._feedback.send_reports(self._link.send)
-            self._send_state(self._link, now_ns(), is_last=True)
-            self._link.close()
+            self._feedback.send_reports(link.send)
+            self._send_state(link, now_ns(), is_last=True)
+            link.close()
 
     def __enter__(self) -> RobotClient:
         return self

@@ -252,16 +252,17 @@ class RobotLink:
 
         Twice is fine.
         """
-        if self.is_closing:
-            return
-        self.is_closing = True
+        with self.changed:
+            if self.is_closing:
+                return
+            self.is_closing = True
         self.wake()
         here = threading.get_ident()
         if here == self._guest:  # in its callback: nobody else works
             self._end_visit()
         elif self._guest and here != self._thread.ident and self._visit.acquire(timeout=JOIN_S):
             self._visit.release()  # the guest has left
-        if self._thread.ident != here:
+        if self._thread.ident not in (here, None):  # None: there was no memory to start it
             self._thread.join(JOIN_S)
         if self.failure is None:
             for frame in self._socket.drain():

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -852,6 +853,59 @@ def test_a_client_may_be_closed_while_one_asks() -> None:
         with pytest.raises(PpstreamError, match="closed during ask"):
             other.ask(BOTH, 60.0)
         closing.join(5)
+
+
+def test_threads_that_connect_at_once_share_one_session(monkeypatch: pytest.MonkeyPatch) -> None:
+    together, made = threading.Barrier(2), list[Any]()
+    connect_client = connection.connect_client
+
+    def connect_slowly(*arguments: Any) -> Any:
+        with suppress(threading.BrokenBarrierError):
+            together.wait(0.5)  # where a second one comes, too
+        made.append(connect_client(*arguments))
+        return made[-1]
+
+    monkeypatch.setattr(connection, "connect_client", connect_slowly)
+    with serving() as server, make_client(server.sessions.endpoint) as client:
+        threads = [threading.Thread(target=client.connect) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert client.connected
+        assert len(made) == 1
+
+
+def test_a_client_that_is_closed_while_it_connects_leaves_nothing_behind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    entered, goes_on = threading.Event(), threading.Event()
+    connect_client = connection.connect_client
+
+    def connect_slowly(*arguments: Any) -> Any:
+        entered.set()
+        assert goes_on.wait(60)
+        return connect_client(*arguments)
+
+    def connect() -> None:
+        with suppress(PpstreamError):
+            client.connect(1.0)
+
+    monkeypatch.setattr(connection, "connect_client", connect_slowly)
+    with serving() as server:
+        before = {*threading.enumerate()}
+        client = make_client(server.sessions.endpoint)
+        connecting, closing = (threading.Thread(target=run) for run in (connect, client.close))
+        connecting.start()
+        assert entered.wait(60)
+        closing.start()
+        closing.join(0.2)  # nothing that it could close is there yet
+        goes_on.set()
+        for thread in (connecting, closing):
+            thread.join(60)
+        wait_until(lambda: {*threading.enumerate()} <= before, seconds=20)
+        with pytest.raises(PpstreamError, match="this client was closed; make another"):
+            client.connect()
 
 
 #: A robot whose child, forked by a library, closes what it has inherited.
