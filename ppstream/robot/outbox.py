@@ -28,6 +28,7 @@ DTYPES: Final = ("float32", "float64", "uint8")
 ENCODINGS: Final = ("raw", "jpeg")
 BATCH_SAMPLES: Final = 256  # a full batch leaves before its time
 MIN_NS, MAX_NS = -(2**63), 2**63 - 1  # that an int64 holds
+UINT8_MAX: Final = 255
 STAMP_BYTES: Final = 8  # of each sample
 
 
@@ -170,7 +171,9 @@ class _Gathering:
         if self.is_encoded:
             raise SpecError(f"stream {declared.name!r} is declared as {declared.encoding}")
         try:
-            array = np.ascontiguousarray(values, dtype=declared.dtype)
+            array = np.ascontiguousarray(values)
+            if array.dtype != self._dtype:
+                array = self._cast(array)
             stamps = _stamps(stamp_ns)
         except (ValueError, TypeError, OverflowError) as error:
             raise SpecError(
@@ -191,6 +194,24 @@ class _Gathering:
                 f"{self._samples_max}; push fewer at once"
             )
         return stamps, array
+
+    def _cast(self, array: Values) -> Values:
+        """``array`` in the declared dtype; raises SpecError where that would say something else."""
+        kind = array.dtype.kind
+        try:
+            if self._dtype.kind == "f" and kind in "biuf":
+                with np.errstate(over="raise"):
+                    return array.astype(self._dtype)
+            is_integer = kind in "biu"
+            if not array.size or (is_integer and array.min() >= 0 and array.max() <= UINT8_MAX):
+                return array.astype(self._dtype)
+        except FloatingPointError:  # too large
+            pass
+        reach = f" from {array.min()} to {array.max()}" if kind in "iuf" else ""
+        raise SpecError(
+            f"stream {self._declared.name!r}: {array.dtype} values{reach} are not numbers that "
+            f"{self._dtype} holds; convert them before push"
+        )
 
     def put(self, stamps: Values, values: Values, now_ns: int) -> None:
         if self.since_ns is None:

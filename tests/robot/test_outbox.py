@@ -125,6 +125,55 @@ def test_wrong_samples_are_refused_with_what_was_expected(
 
 
 @pytest.mark.parametrize(
+    ("stream", "values", "says"),
+    [
+        (
+            "eye",
+            np.array([0.5, 0.75]),
+            "float64 values from 0.5 to 0.75 are not numbers that uint8",
+        ),
+        ("eye", [0.5, 0.99], "float64 values"),
+        ("eye", np.array([np.nan, 3.0], np.float32), "float32 values"),
+        ("eye", np.array([300, 1]), "int64 values from 1 to 300 are not numbers that uint8 holds"),
+        ("eye", [-1, 255], "from -1 to 255"),
+        ("eye", np.array([256, 0], np.uint16), "from 0 to 256"),
+        ("joints", np.array([1e300, 0]), r"from 0.0 to 1e\+300 are not numbers that float32 holds"),
+        ("joints", [2 + 3j, 0], "complex128 values are not numbers that float32 holds"),
+        ("imu", [2 + 3j], "complex128 values are not numbers that float64"),
+        ("joints", ["1", "2"], "<U1 values are not numbers"),
+        ("joints", [None, 2], "object values are not"),
+    ],
+)
+def test_values_that_the_declared_dtype_does_not_hold_are_refused(
+    stream: str, values: Any, says: str
+) -> None:
+    outbox = Outbox([*STREAMS, ("eye", 2, "uint8")], 0)
+    with pytest.raises(SpecError, match=says):
+        outbox.add(stream, 1, values, now_ns=0)
+
+
+@pytest.mark.parametrize(
+    ("stream", "values", "sent"),
+    [
+        ("eye", [0, 255], [0, 255]),
+        ("eye", np.array([True, False]), [1, 0]),
+        ("eye", np.array([7, 255], np.int64), [7, 255]),
+        ("joints", [1, 2], [1, 2]),
+        ("joints", [True, 0.5], [1, 0.5]),
+        ("joints", np.array([1.5, -np.inf]), [1.5, -np.inf]),
+        ("joints", np.array([1.5, -2], ">f4"), [1.5, -2]),
+        ("imu", np.array([2**40], np.uint64), [2**40]),
+    ],
+)
+def test_values_that_the_declared_dtype_holds_are_converted(
+    stream: str, values: Any, sent: list[float]
+) -> None:
+    (batch,) = Outbox([*STREAMS, ("eye", 2, "uint8")], 0).add(stream, 1, values, now_ns=0)
+    dtype = {"eye": "uint8", "joints": "float32", "imu": "float64"}[stream]
+    assert content(batch, dtype)[1] == sent
+
+
+@pytest.mark.parametrize(
     "streams",
     [
         [("a", 0)],
