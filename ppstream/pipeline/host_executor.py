@@ -13,7 +13,6 @@ from collections import deque
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
-from ppstream.control.watchdog import stage_b_limit_ns
 from ppstream.core.clock import now_ns
 from ppstream.core.cpus import StageCost
 from ppstream.core.errors import MeshSplitError, PeerLostError, ProtocolError, WatchdogError
@@ -366,7 +365,7 @@ class HostExecutor(OnHost):
 
     def check_policy_ranks(self) -> None:
         """Raises as ``PolicyRankPeer.check``, of the results that are owed now."""
-        limit_ns = stage_b_limit_ns(self._loop.standstill_ns, self._loop.usual_b_ns)
+        limit_ns = self._loop.result_limit_ns
         oldest = self._committed[0] if self._committed else None
         owner = None if oldest is None else self._owner(oldest.index)
         now = now_ns()

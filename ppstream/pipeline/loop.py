@@ -27,6 +27,7 @@ robot's client (``robot/rehearsal.py``) rehearse a millisecond or less before th
 
 from __future__ import annotations
 
+from statistics import fmean
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ppstream.control.watchdog import stage_b_limit_ns, with_watchdog
@@ -181,7 +182,10 @@ class Rank0Loop(Rank0):
 
     def measure(self, repeats: int) -> dict[str, Sequence[int]]:
         """Durations of A, B and C with nothing beside them, in ns; nothing is in flight."""
-        return self.executor.measure(repeats)
+        durations = self.executor.measure(repeats)
+        if durations["B"] and not self.usual_b_ns:  # of a GPU: results do not tell it
+            self.usual_b_ns = round(fmean(durations["B"]))
+        return durations
 
     def time_in_turn(self, repeats: int) -> dict[str, Sequence[int]]:
         """The same, of envelopes of the running stream that go through one by one.

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from ppstream.control.watchdog import ProgressMark, is_patient
+from ppstream.control.watchdog import ProgressMark, is_patient, stage_b_limit_ns
 from ppstream.core.clock import NS_PER_S, now_ns
 from ppstream.core.cpus import RunDelay
 from ppstream.core.user_code import Fault, FirstFaults
@@ -126,7 +126,7 @@ class Rank0:
         self._watchdog_ns = round(config.liveness.watchdog_s * NS_PER_S)
         self.start_ns = round(config.liveness.start_s * NS_PER_S)
         self._next_ledger_ns = 0
-        self.usual_b_ns = 0  # a moving mean, where rank 0 receives it
+        self.usual_b_ns = 0  # a moving mean where results tell it, else as it was timed alone
         self.times = TimeAccount()  # of the thread that runs stage A, as the next
         self.run_delay = RunDelay()
 
@@ -135,6 +135,11 @@ class Rank0:
         """Time that a thread of the loop may stand still, as of now."""
         patient = is_patient(self.phase, self.log.mode)
         return self.start_ns if patient else self._watchdog_ns
+
+    @property
+    def result_limit_ns(self) -> int:
+        """Time that stage B may take, as of now."""
+        return stage_b_limit_ns(self.standstill_ns, self.usual_b_ns)
 
     def at(self) -> str:
         """Name of the next envelope, for the watchdog."""

@@ -426,7 +426,7 @@ class DeviceExecutor:
                 frame = policy_rank.peer.inbox.popleft()
                 self._bear(policy_rank, policy_rank.on_control_frame, frame)
             owed = oldest if self._owes(policy_rank, oldest) else None
-            self._bear(policy_rank, policy_rank.check, now, owed, self._loop.standstill_ns)
+            self._bear(policy_rank, policy_rank.check, now, owed, self._loop.result_limit_ns)
         if self._replicas is not None and not self._is_lined_up:
             self._replicas.end_waits_for_lost()
         if self._parts.clock.renew_when_due():

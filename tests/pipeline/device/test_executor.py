@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Container
+from contextlib import nullcontext
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+import msgspec
 import pytest
 from device_in_process import assert_in_bounds
 from fake_cuda import FakeDriver
@@ -19,8 +22,9 @@ from robot_rig import wait_until
 
 from ppstream.analysis.judge import judge
 from ppstream.analysis.log_reader import read_run
+from ppstream.config.schema import PipelineConfig
 from ppstream.core.clock import NS_PER_MS, NS_PER_S, now_ns
-from ppstream.core.errors import PeerLostError, PolicyError
+from ppstream.core.errors import PeerLostError, PolicyError, WatchdogError
 from ppstream.ingest.synthetic import SyntheticSource
 from ppstream.links.device_link import most_queued, run_ahead
 from ppstream.links.slots import INDEX
@@ -413,6 +417,45 @@ def test_the_first_action_of_a_new_epoch_is_told_once_with_its_time(any_way: Any
         firsts = [line for line in pipeline.lines(0) if line.get("name") == "first_action"]
     assert [line["epoch"] for line in firsts] == [1]
     assert 0 < firsts[0]["since_cut_ns"] < 10 * NS_PER_S
+
+
+def beatless(config: PipelineConfig) -> PipelineConfig:
+    liveness = msgspec.structs.replace(config.liveness, frozen_ms=1e9, watchdog_s=200)
+    return msgspec.structs.replace(config, liveness=liveness)
+
+
+@pytest.mark.parametrize("usual_s", [100, 0])
+def test_stage_b_may_take_some_times_its_usual_time(
+    build: Any, monkeypatch: pytest.MonkeyPatch, usual_s: int
+) -> None:
+    passed_ns = 0
+
+    def act(call: int) -> None:
+        nonlocal passed_ns
+        if call == 5:
+            wait_until(lambda: rank0.finished == call)  # its turn has begun
+            passed_ns, looks = 300 * NS_PER_S, rank0.mark.turns
+            wait_until(lambda: is_over.is_set() or rank0.mark.turns > looks + 2)
+
+    is_over = threading.Event()
+    monkeypatch.setattr("device_in_process.patient", beatless)
+    monkeypatch.setattr(executor, "now_ns", lambda: now_ns() + passed_ns)
+    with build(policy=NewestValues(act)) as pipeline:
+        pipeline.on_exit.append(is_over.set)
+        rank0 = pipeline.rank0
+        rank0.usual_b_ns = usual_s * NS_PER_S
+        pipeline.saturate()
+        overdue = pytest.raises(WatchdogError, match=r"no result of envelope 5 for 202\.0 s")
+        with nullcontext() if usual_s else overdue:
+            rank0.run(20)
+
+
+def test_what_stage_b_takes_as_a_rule_is_known_once_it_was_timed_alone(build: Any) -> None:
+    with build(policy=NewestValues(lambda call: time.sleep(0.01))) as pipeline:
+        pipeline.saturate()
+        pipeline.rank0.run(5)
+        told = time_isolated_stages(pipeline.rank0, 4)
+        assert pipeline.rank0.usual_b_ns == told["B_mean_ns"] >= 10_000_000
 
 
 class Listener(NewestValues):
