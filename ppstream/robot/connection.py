@@ -121,7 +121,7 @@ class RobotLink:
 
     @property
     def endpoint(self) -> str:
-        """Where a session is asked for, as this process's socket spells it."""
+        """Address where a session is asked for, as this process's socket spells it."""
         return self._socket.endpoint
 
     def raise_failure(self) -> None:
