@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Any, Final
 
 from ppstream.core.clock import NS_PER_S, now_ns
+from ppstream.core.errors import ReceiverEndedError
 from ppstream.robot.answer import Answer, Asking
 from ppstream.robot.client import RobotClient
 from ppstream.robot.outbox import Values
@@ -35,7 +36,6 @@ class AsyncRobotClient:
         self.overtaken = 0  # chunks that a newer one replaced before they were iterated
         self._newest: ActionChunk | None = None
         self._arrival = asyncio.Event()
-        self._is_closed = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._then = client.on_chunk
         client.on_chunk = self._arrived
@@ -46,6 +46,7 @@ class AsyncRobotClient:
         Raises:
             HandshakeError: the server refuses this robot for good; the message is the difference.
             PeerLostError: no session in time; the message has the last refusal.
+            PpstreamError: the client was closed.
             ReceiverEndedError: the receiving thread ended by an exception.
         """
         self._loop = asyncio.get_running_loop()
@@ -55,7 +56,7 @@ class AsyncRobotClient:
         """Wait for a phase in which actions may be executed.
 
         Raises:
-            PpstreamError: ``connect`` was not called.
+            PpstreamError: ``connect`` was not called, or the client was closed.
             ReceiverEndedError: the receiving thread ended by an exception.
         """
         while not await asyncio.to_thread(self.client.wait_ready, SLICE_S):
@@ -91,12 +92,13 @@ class AsyncRobotClient:
             try:
                 await asyncio.wait_for(self._arrival.wait(), SLICE_S)
             except asyncio.TimeoutError:
-                self.client.wait_ready(0)  # raises what ended the receiving thread
+                if (why := self.client.failure) is not None:
+                    raise ReceiverEndedError(why) from None
             self._arrival.clear()
             chunk, self._newest = self._newest, None
             if chunk is not None:
                 yield chunk
-            elif self._is_closed:
+            elif self.client.timeline.is_closed:
                 return
 
     async def close(self) -> None:
@@ -107,7 +109,6 @@ class AsyncRobotClient:
             self.client.close()  # the thread may not have begun: nothing else would do it
             raise
         finally:
-            self._is_closed = True
             self._arrival.set()
 
     async def __aenter__(self) -> AsyncRobotClient:

@@ -107,7 +107,6 @@ class RobotClient:
         self.on_chunk = on_chunk
         self._link: RobotLink | None = None
         self._linking = threading.Lock()  # held while the link is made or given up
-        self._is_closed = False
         self._pid = os.getpid()
         self._asking = threading.Lock()
         self._asked: Asking | None = None
@@ -145,7 +144,7 @@ class RobotClient:
             ReceiverEndedError: the receiving thread ended by an exception.
         """
         with self._linking:
-            if self._is_closed:
+            if self.timeline.is_closed:
                 raise PpstreamError("this client was closed; make another")
             if self._link is None:
                 callbacks = (self._merge, self._turn, self._fail)
@@ -186,7 +185,7 @@ class RobotClient:
         ``say`` as ``connect``.
 
         Raises:
-            PpstreamError: ``connect`` was not called.
+            PpstreamError: ``connect`` was not called, or the client was closed.
             ReceiverEndedError: the receiving thread ended by an exception.
         """
         return wait_executable(self._connected_link(), timeout_s, say)
@@ -311,7 +310,9 @@ class RobotClient:
         return self._session.conditioned
 
     def wait_conditioned(self, epoch: int, timeout_s: float) -> Conditioned | None:
-        """Wait for the answer to the instruction of ``epoch``, or a newer one; None: not in time.
+        """Wait for the answer to the instruction of ``epoch``, or a newer one.
+
+        None: it did not come in time, or the client was closed.
 
         Raises:
             PpstreamError: ``connect`` was not called.
@@ -324,7 +325,7 @@ class RobotClient:
             return answer if answer and answer.conditioning_epoch >= epoch else None
 
         with link.changed:
-            link.changed.wait_for(lambda: answered() or link.failure, timeout_s)
+            link.changed.wait_for(lambda: answered() or link.is_ended, timeout_s)
         link.raise_failure()
         return answered()
 
@@ -382,15 +383,17 @@ class RobotClient:
         if os.getpid() != self._pid:
             return
         with self._linking:
-            link, self._is_closed = self._link, True
-        if link is not None:
-            self._flush(link)
-            with link.changed:
-                self.timeline.close()  # so that the last chunks are reported, too
-            self._feedback.collect()
-            self._feedback.send_reports(link.send)
-            self._send_state(link, now_ns(), is_last=True)
-            link.close()
+            link = self._link
+            if link is None:
+                self.timeline.close()
+                return
+        self._flush(link)
+        with link.changed:
+            self.timeline.close()  # so that the last chunks are reported, too
+        self._feedback.collect()
+        self._feedback.send_reports(link.send)
+        self._send_state(link, now_ns(), is_last=True)
+        link.close()
 
     def __enter__(self) -> RobotClient:
         return self

@@ -124,10 +124,21 @@ class RobotLink:
         """Address where a session is asked for, as this process's socket spells it."""
         return self._socket.endpoint
 
+    @property
+    def is_ended(self) -> bool:
+        """There is no more work: the link is closing, or an exception ended it."""
+        return self.is_closing or self.failure is not None
+
     def raise_failure(self) -> None:
         """Raises ReceiverEndedError when the link's thread has ended by an exception."""
         if self.failure is not None:
             raise ReceiverEndedError(self.failure) from self._cause
+
+    def raise_end(self) -> None:
+        """Raises as ``raise_failure``, or PpstreamError when the link was closed."""
+        self.raise_failure()
+        if self.is_closing:
+            raise PpstreamError("this client was closed; make another")
 
     def send_and_work(
         self, send: Callable[[], bool], is_over: Callable[[], bool], until_ns: int
@@ -204,7 +215,7 @@ class RobotLink:
 
         The answer comes first: what is due is looked at when the guest, or a turn, is long overdue.
         """
-        if self._is_over:
+        if self.is_ended:
             return None
         now = now_ns()
         if now < self._turn_ns:
@@ -224,7 +235,7 @@ class RobotLink:
     def guest_read(self, is_over: Callable[[], bool]) -> bool:
         """Receive what has come; True: ``is_over()``, or there is nothing to wait for any more."""
         try:
-            return self._is_over or self._read(is_over)
+            return self.is_ended or self._read(is_over)
         except Exception as error:  # noqa: BLE001 - as on the link's thread
             self._fail(error)
             return True
@@ -256,6 +267,7 @@ class RobotLink:
             if self.is_closing:
                 return
             self.is_closing = True
+            self.changed.notify_all()
         self.wake()
         here = threading.get_ident()
         if here == self._guest:  # in its callback: nobody else works
@@ -272,16 +284,11 @@ class RobotLink:
         self._waiter.close()
         self._gate.close()
 
-    @property
-    def _is_over(self) -> bool:
-        """There is no more work: the link is closing, or an exception ended it."""
-        return self.is_closing or self.failure is not None
-
     def _run(self) -> None:
         try:
-            while not self._is_over:
+            while not self.is_ended:
                 with self._reading:
-                    while not (self._is_over or self._guest):
+                    while not (self.is_ended or self._guest):
                         if self.directory is not None:
                             self._ask(self.directory)
                         if self._wait():
@@ -369,7 +376,7 @@ class RobotLink:
     def _work_until(self, is_over: Callable[[], bool], until_ns: int) -> None:
         try:
             # It reads before it waits, too: the link's thread may have been told of what came.
-            while not (is_over() or self._is_over or self._read(is_over)):
+            while not (is_over() or self.is_ended or self._read(is_over)):
                 left_ns = until_ns - now_ns()
                 if left_ns <= 0:
                     break

@@ -37,6 +37,7 @@ def wait_open(link: RobotLink, timeout_s: float, say: Say | None = None) -> None
     Raises:
         HandshakeError: the server refuses this robot for good; the message is the difference.
         PeerLostError: no session in time; the message has the last refusal.
+        PpstreamError: the link was closed.
         ReceiverEndedError: the link's thread has ended by an exception.
     """
     session = link.session
@@ -48,12 +49,12 @@ def wait_open(link: RobotLink, timeout_s: float, say: Say | None = None) -> None
         return "no answer, its ranks may still start" if refused is None else refused.reason
 
     def is_over() -> bool:
-        return bool(session.session or session.is_hopeless or link.failure)
+        return bool(session.session or session.is_hopeless or link.is_ended)
 
     wait_for(link.changed, is_over, timeout_s, Told(say, link.endpoint, why_not))
     with link.changed:
         is_open, refused = session.session != 0, session.refused
-    link.raise_failure()
+    link.raise_end()
     if is_open:
         return
     why = f"no answer within {timeout_s:g} s" if refused is None else refused.reason
@@ -67,16 +68,17 @@ def wait_executable(link: RobotLink, timeout_s: float | None, say: Say | None = 
     ``say`` as ``wait_for``.
 
     Raises:
+        PpstreamError: the link was closed.
         ReceiverEndedError: the link's thread has ended by an exception.
     """
     session = link.session
 
     def is_over() -> bool:
-        return bool(session.executable or link.failure)
+        return bool(session.executable or link.is_ended)
 
     told = Told(say, link.endpoint, lambda: f"the run is {session.phase}")
     wait_for(link.changed, is_over, timeout_s, told)
-    link.raise_failure()
+    link.raise_end()
     return session.executable
 
 

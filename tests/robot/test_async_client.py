@@ -57,6 +57,21 @@ def test_waiting_for_ready_can_be_cancelled_and_others_run_meanwhile() -> None:
         assert asyncio.run(asyncio.wait_for(live(server.sessions.endpoint), 30)) == 10
 
 
+def test_what_waits_and_iterates_ends_when_the_client_itself_is_closed() -> None:
+    async def live(endpoint: str) -> list[Any]:
+        robot = AsyncRobotClient(make_client(endpoint))
+        await robot.connect()
+        waiting = asyncio.create_task(robot.wait_ready())
+        await asyncio.sleep(0)
+        await asyncio.to_thread(robot.client.close)
+        with pytest.raises(PpstreamError, match="this client was closed"):
+            await waiting
+        return [chunk async for chunk in robot.chunks()]
+
+    with serving(phase="bring-up") as server:
+        assert asyncio.run(asyncio.wait_for(live(server.sessions.endpoint), 20)) == []
+
+
 def test_chunks_that_nobody_fetched_are_counted_and_the_newest_is_given() -> None:
     seen: list[Any] = []
 

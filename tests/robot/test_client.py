@@ -908,6 +908,34 @@ def test_a_client_that_is_closed_while_it_connects_leaves_nothing_behind(
             client.connect()
 
 
+def test_whoever_waits_for_a_client_learns_that_another_thread_closed_it(tmp_path: Path) -> None:
+    errors: list[str] = []
+    nobody = make_client(f"unix://{tmp_path}/nobody")
+    with serving(phase="bring-up") as server:
+        client = make_client(server.sessions.endpoint)
+        client.connect()
+
+        def wait(wait_for: Callable[[], object]) -> None:
+            try:
+                wait_for()
+            except PpstreamError as error:
+                errors.append(str(error))
+
+        waits = (client.wait_ready, lambda: nobody.connect(60))
+        threads = [threading.Thread(target=wait, args=(one,), daemon=True) for one in waits]
+        for thread in threads:
+            thread.start()
+        wait_until(lambda: nobody.statistics().reconnecting.attempts)
+        client.close()
+        nobody.close()
+        for thread in threads:
+            thread.join(20)
+        assert errors == ["this client was closed; make another"] * 2
+        with pytest.raises(PpstreamError, match="was closed"):
+            client.wait_ready()
+        assert client.wait_conditioned(1, 60) is None
+
+
 #: A robot whose child, forked by a library, closes what it has inherited.
 FORKING = """
 import os, signal, sys
