@@ -27,7 +27,7 @@ ASKS_MAX: Final = 64  # between two turns of the client's thread
 
 
 class AskRehearsal:
-    """Told of asks by any thread; ``turn`` is the client's thread's.
+    """Told of asks by any thread; ``turn`` is for whoever does the client's work: two may at once.
 
     ``newest`` is the newest chunk that was merged.
     """
@@ -43,7 +43,11 @@ class AskRehearsal:
     def turn(self, now: int, prepare: Callable[[], None]) -> int | None:
         """Rehearses if that is due, also what ``prepare`` does; returns when it is due next."""
         while self._asks:
-            self._rhythm.note(self._asks.popleft())
+            try:
+                asked_ns = self._asks.popleft()
+            except IndexError:  # another thread was faster
+                break
+            self._rhythm.note(asked_ns)
         if self._due_ns is not None and 0 <= now - self._due_ns < AHEAD_NS:
             prepare()
             self._run()

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
+from types import FrameType
+from typing import Any
 
 import pytest
 from robot_rig import make_chunk
@@ -88,3 +91,28 @@ def test_a_chunk_of_another_length_does_not_matter(rig: Rig) -> None:
     assert due_ns == DUE_NS + STEP
     rig.turn(due_ns)
     assert rig.session.asked == 1
+
+
+def test_a_second_thread_may_take_a_turn_between_any_two_lines_of_the_first() -> None:
+    for line in range(ASKS):
+        rig = Rig()
+        rig.ask(BEGIN)
+        lines = 0
+
+        def interrupt(frame: FrameType, event: str, _: Any) -> Any:
+            nonlocal lines
+            if frame.f_code is not AskRehearsal.turn.__code__:
+                return None
+            if event == "line":
+                lines += 1
+                if lines == line:  # noqa: B023 - the trace ends within the loop
+                    rig.turn(BEGIN)  # noqa: B023
+            return interrupt
+
+        before = sys.gettrace()
+        sys.settrace(interrupt)
+        try:
+            rig.turn(BEGIN)
+        finally:
+            sys.settrace(before)
+        assert lines >= min(line, 2)
