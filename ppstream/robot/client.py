@@ -425,8 +425,7 @@ class RobotClient:
             self._drop(link, chunk, reason)
             return
         asked = self._asked
-        if asked is not None and chunk.window_end_ns >= asked.stamp_ns:
-            self._asked = None
+        if asked is not None and asked.answer is None and chunk.window_end_ns >= asked.stamp_ns:
             asked.answer = Answer(chunk, actions, refusal)
         if refusal is None:
             self._rehearsal.newest = chunk

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import msgspec
@@ -34,6 +35,7 @@ from ppstream.core.errors import (
 )
 from ppstream.core.waiter import Waiter
 from ppstream.robot import connection, feedback
+from ppstream.robot.answer import Asking
 from ppstream.robot.connection import RobotLink
 from ppstream.robot.control_loop import ControlLoop
 from ppstream.robot.feedback import Feedback
@@ -773,6 +775,46 @@ def test_an_ask_ends_in_time_while_a_callback_keeps_the_receiving_thread() -> No
         assert "a callback of this client keeps its receiving thread" in str(error)
         client.on_chunk = None
         assert client.ask(BOTH, 60.0).refusal is None
+
+
+def test_a_chunk_of_an_ask_that_has_ended_leaves_the_next_one_alone() -> None:
+    """The link's thread stands between the look for who asks and the answer, as between turns."""
+    stands, goes_on = threading.Event(), threading.Event()
+
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        if frame.f_code.co_name != "_merge":
+            return None
+        if event == "line" and frame.f_locals.get("asked") and not stands.is_set():
+            stands.set()
+            goes_on.wait(60)
+        return trace
+
+    def ask() -> Asking:
+        asking = client.begin_asking(BOTH, 1)
+        assert asking is not None
+        return asking
+
+    with (
+        serving(make_config(), answers=True) as server,
+        make_client(server.sessions.endpoint) as client,
+    ):
+        threading.settrace(trace)
+        try:
+            client.connect()
+        finally:
+            threading.settrace(None)  # type: ignore[arg-type]
+        assert client.wait_ready(10)
+        first = ask()
+        client.push("joints", now_ns(), [1, 2, 3])
+        assert stands.wait(60)
+        client.end_asking(first)
+        second = ask()
+        goes_on.set()
+        wait_until(first.is_answered)
+        assert not second.is_answered()
+        client.push("joints", now_ns(), [1, 2, 3])
+        wait_until(second.is_answered, seconds=20)
+        client.end_asking(second)
 
 
 def test_an_ask_ends_in_time_while_another_waits() -> None:
