@@ -261,7 +261,11 @@ class RobotClient:
         link = self._living_link()
         if not self._asking.acquire(timeout=min(max(0.0, wait_s), threading.TIMEOUT_MAX)):
             return None
-        stamp = self.clock() if stamp_ns is None else stamp_ns
+        try:
+            stamp = self.clock() if stamp_ns is None else stamp_ns
+        except BaseException:
+            self._asking.release()
+            raise
 
         def send() -> bool:
             if self._feedback.tells_prefix:  # who asks again at once: the policy is to know

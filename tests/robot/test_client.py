@@ -817,6 +817,25 @@ def test_a_chunk_of_an_ask_that_has_ended_leaves_the_next_one_alone() -> None:
         client.end_asking(second)
 
 
+def test_a_clock_that_raises_once_ends_one_ask_alone() -> None:
+    def clock() -> int:
+        if is_broken and threading.current_thread() is threading.main_thread():
+            raise OSError("the clock's driver is gone")
+        return now_ns()
+
+    is_broken = False
+    with serving(make_config(), answers=True) as server:
+        client = make_client(server.sessions.endpoint, clock=clock)
+        with client:
+            client.connect()
+            assert client.wait_ready(10)
+            is_broken = True
+            with pytest.raises(OSError, match="driver is gone"):
+                client.ask(BOTH, 5.0)
+            is_broken = False
+            assert client.ask(BOTH, 5.0).chunk
+
+
 def test_an_ask_ends_in_time_while_another_waits() -> None:
     with serving(make_config()) as server:
         client = make_client(server.sessions.endpoint)
