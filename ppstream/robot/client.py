@@ -58,7 +58,7 @@ class RobotClient:
         keys: ``keys.client_keys(secret_file, server_file)``; a server of another host wants them.
 
     Raises:
-        SpecError: streams or names cannot be declared like this.
+        SpecError: streams or names cannot be declared so, or ``max_age_ms`` is not above 0.
         ConfigError: the endpoint is malformed, and the server was to be asked.
         HandshakeError: the server's answer differs from what is stated, a line each; or it is too
             old to describe itself.

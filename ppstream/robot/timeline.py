@@ -16,7 +16,7 @@ from typing import Final, Literal, NamedTuple
 import numpy as np
 
 from ppstream.core.clock import NS_PER_MS
-from ppstream.core.errors import ReceiverEndedError
+from ppstream.core.errors import ReceiverEndedError, SpecError
 from ppstream.robot.chunk_playback import (
     Actions,
     Blending,
@@ -73,6 +73,9 @@ class ActionTimeline:
         max_age_ms: no action is executed later than this after its window's end; None: as long as
             its lease runs.
 
+    Raises:
+        SpecError: ``max_age_ms`` is not above 0.
+
     Attributes:
         failure: the reason why no more chunks can arrive; None: they can.
         is_closed: True once the client was closed: nothing is merged or executed any more.
@@ -87,6 +90,10 @@ class ActionTimeline:
         self.is_closed = False
         self.is_ready: Callable[[], bool] = _always
         self.on_trouble: Callable[[], None] = _nothing
+        if max_age_ms is not None and not max_age_ms > 0:
+            raise SpecError(
+                f"max_age_ms is {max_age_ms}, want above 0; None leaves the limit to the server"
+            )
         self._own_max_age_ns = 0 if max_age_ms is None else round(max_age_ms * NS_PER_MS)
         self._max_age_ns = self._own_max_age_ns
         self._discrete: Mask | None = None

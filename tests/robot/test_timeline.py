@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from robot_rig import DT_NS, HORIZON, LEASE_NS, MS, make_chunk
 
-from ppstream.core.errors import ReceiverEndedError
+from ppstream.core.errors import ReceiverEndedError, SpecError
 from ppstream.robot.timeline import MAX_PENDING, ActionTimeline
 
 
@@ -49,6 +49,12 @@ def test_between_points_an_action_is_linear_and_never_outside(
     assert actions.min() <= due[0] <= actions.max()
     expected = np.interp(within, [0, DT_NS], actions[:, 0].astype(np.float64))
     np.testing.assert_allclose(due[0], expected, rtol=1e-6, atol=1e-30)
+
+
+@pytest.mark.parametrize("max_age_ms", [0.0, -1.0, float("nan")])
+def test_a_maximum_age_that_no_action_could_keep_is_refused(max_age_ms: float) -> None:
+    with pytest.raises(SpecError, match=f"max_age_ms is {max_age_ms}, want above 0"):
+        ActionTimeline(2, max_age_ms=max_age_ms)
 
 
 def test_the_oldest_action_executed_is_told_beside_what_was_allowed() -> None:
