@@ -126,7 +126,7 @@ class Windows(IterableDataset[RawBatch]):
         return (self.raw(epoch, number) for number in range(batch + first, len(self), step))
 
     def _begin_pass(self, loader: int) -> tuple[int, int]:
-        """Begin of a pass of this worker: its copy of the state is that of its first one.
+        """Returns where a pass of this worker begins; its copy of the state is its first one's.
 
         All workers of a loader begin a later pass where the first of them finds the state, which
         does not move before a batch of that one is cut.

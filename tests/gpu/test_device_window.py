@@ -341,6 +341,22 @@ def test_a_window_names_the_instruction_of_its_row() -> None:
     assert slot["instruction_id"].tolist() == [0, 5]
 
 
+def test_a_row_that_awaits_its_text_is_absent_until_it_has_it() -> None:
+    rig = Rig(stream("q", dim=1), stream("tip", dim=2), rows=2, instructions=True)
+    slot = rig.slot()
+    for row in (0, 1):
+        rig.push("q", 1, 2, row=row)
+        rig.push("tip", 1, 2, row=row)
+    rig.case.rows[1].awaits_text = True
+    rig.cut(slot)
+    rig.compare(slot)
+    assert slot["present"].tolist() == [True, False]
+    rig.case.rows[1].awaits_text = False
+    rig.cut(slot)
+    rig.compare(slot)
+    assert slot["present"].tolist() == [True, True]
+
+
 def commit(rig: Rig, row: int, start: float, *, points: int, delay: float, lease: float) -> None:
     actions = rig.random.normal(size=(points, 2)).astype(np.float32)
     rig.case.rows[row].commitment = Commitment(

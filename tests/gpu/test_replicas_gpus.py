@@ -108,7 +108,7 @@ def test_envelopes_go_to_the_replicas_in_turn_and_all_drain(link, tmp_path):
         run.processes[0].terminate()
         assert run.wait(20) == [0] * 4, run.output()
         lines = [line for line in run.lines(0) if line["kind"] == "envelope"]
-        assert len(lines) > 100
+        assert len(lines) > 30  # of bring-up
         assert not Counter(line["drop"] for line in lines if line.get("drop"))
         assert lines[0]["replica"] == 1
         assert all(b["replica"] == a["replica"] % 3 + 1 for a, b in pairwise(lines))
