@@ -195,7 +195,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="ppstream-serve",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        description="Live sensors to actions over two ranks: "
+        description="Live sensors to actions over one rank or several: "
         "torchrun --nproc-per-node=2 -m ppstream.serve [FILE]",
         epilog=f"exit codes of a rank (torchrun itself returns 0 or 1):\n{codes}",
     )

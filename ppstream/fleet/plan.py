@@ -293,7 +293,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--hop-ms", type=float, default=0.1, help="of each hop, without a report")
     parser.add_argument("--rows", type=_count, help="of the report's run, if that does not say it")
     parser.add_argument("--replicas", type=_count, nargs="+", default=[1], help="of the policy")
-    parser.add_argument("--d-in", type=_count, help="default: as measured, or the number of ranks")
+    parser.add_argument("--d-in", type=_count, help="default: as measured, else as a run has it")
     parser.add_argument("--threads", choices=("serial", "split"), default="serial")
     parser.add_argument("--pacing", choices=get_args(Pacing), default="sample")
     parser.add_argument("--gather-ms", type=float, default=0.0, help="of pacing rows")

@@ -61,13 +61,18 @@ class FleetDirectory:
         server_files: Sequence[str | Path] = (),
         token_file: str | Path | None = None,
     ) -> None:
-        parts = urlsplit(url)
-        if parts.scheme not in SCHEMES or not parts.hostname:
+        try:
+            parts = urlsplit(url)
+            is_address = parts.scheme in SCHEMES and bool(parts.hostname)
+            port = parts.port or 80
+        except ValueError:  # a port that is no number, or above 65535
+            is_address = False
+        if not is_address:
             raise ConfigError([f"got {url!r}, want a directory's http://HOST:PORT"])
         if (secret_file is None) != (not server_files):
             raise ConfigError(["secret_file and server_files: want both, or neither"])
         self._url, self.robot = url.rstrip("/"), robot
-        self._is_here = is_local(f"tcp://{parts.hostname}:{parts.port or 80}")
+        self._is_here = is_local(f"tcp://{parts.hostname}:{port}")
         self._keys = {} if secret_file is None else _trusted(secret_file, server_files)
         self._headers = {} if token_file is None else bearer(token_file)
         self.pipeline = ""  # that was named last
@@ -132,7 +137,7 @@ def bearer(token_file: str | Path) -> dict[str, str]:
         ConfigError: there is no such file, or nothing in it.
     """
     try:
-        token = Path(token_file).read_text().strip()
+        token = Path(token_file).read_text(errors="replace").strip()
     except OSError as error:
         raise ConfigError([f"{token_file}: cannot be read: {error.strerror}"]) from error
     if not token or not token.isascii() or not token.isprintable():

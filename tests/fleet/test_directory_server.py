@@ -184,8 +184,16 @@ def test_each_path_has_its_answer(server: DirectoryServer, path: str, code: int)
     assert answer.split()[1] == str(code).encode()
 
 
-def test_an_address_that_is_none_is_refused() -> None:
+@pytest.mark.parametrize("url", ["unix:///run/directory", "http://host:99999", "http://[::1"])
+def test_an_address_that_is_none_is_refused(url: str) -> None:
     with pytest.raises(ConfigError, match="want a directory's http://HOST:PORT"):
-        FleetDirectory("unix:///run/directory", "arm")
+        FleetDirectory(url, "arm")
+
+
+def test_keys_and_a_token_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match="want one line of printable characters"):
+        FleetDirectory("http://127.0.0.1:1", "arm", token_file=token)
     with pytest.raises(ConfigError, match="want both, or neither"):
         FleetDirectory("http://127.0.0.1:1", "arm", secret_file="arm.secret")
