@@ -12,7 +12,7 @@ from typing import Final
 from ppstream.core.clock import NS_PER_MS, NS_PER_S
 
 NEAR_NS: Final = NS_PER_MS  # an event so near to when it was expected is in step
-AHEAD_NS: Final = NS_PER_MS // 2  # of one that is expected: it may come a little early
+AHEAD_NS: Final = NS_PER_MS // 2  # of one that is expected all is ready: it may come early
 ODD_MAX: Final = 2  # in a row that are not: the rhythm is another one from then on
 SHORTEST_NS: Final = 4 * NS_PER_MS  # between two
 LONGEST_NS: Final = NS_PER_S

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ppstream.core.waiter import Waiter
     from ppstream.observe.log_writer import TimestampLog
 
-SHARE_MAX: Final = 0.5  # an envelope waits for a dry run that has begun
+LONGEST_NS: Final = NS_PER_MS  # an envelope that comes early waits for a dry run that has begun
 PAUSE_NS: Final = NS_PER_S
 GATHERED_NS: Final = 4 * NS_PER_MS  # what came so long before an envelope began came for it
 
@@ -28,13 +28,15 @@ GATHERED_NS: Final = 4 * NS_PER_MS  # what came so long before an envelope began
 class KeepWarm:
     """Sleeps, with a dry run before an envelope is expected; one thread.
 
-    Bring-up is measured without. They end, and an event says why, when one raises. When they take
-    more than ``SHARE_MAX`` of that time, as on a busy machine, there are none for ``PAUSE_NS``.
+    A dry run begins so early that it usually ends ``ahead_ns`` before: what the robot does then, on
+    this CPU perhaps, finds it free. Bring-up is measured without. Dry runs end, and an event says
+    why, when one raises. When they take more than ``LONGEST_NS``, as on a busy machine, there are
+    none for ``PAUSE_NS``.
 
     Args:
         log: of this rank.
         get_ready: the dry run.
-        ahead_ns: so long before the envelope.
+        ahead_ns: between its end and the envelope.
     """
 
     def __init__(
@@ -81,7 +83,8 @@ class KeepWarm:
         return at_ns is not None and at_ns > self._paused_ns and phase in SERVING
 
     def _next_ns(self, now: int) -> int | None:
-        at_ns = self._rhythm.ready_ns(now, self._ahead_ns) if self._get_ready else None
+        ahead_ns = self._ahead_ns + self._usual_ns
+        at_ns = self._rhythm.ready_ns(now, ahead_ns) if self._get_ready else None
         return None if at_ns is None or at_ns < self._paused_ns else at_ns
 
     def _run(self) -> None:
@@ -96,5 +99,5 @@ class KeepWarm:
             return
         ended_ns = now_ns()
         self._usual_ns += (ended_ns - begun_ns - self._usual_ns) >> 3
-        if self._usual_ns > SHARE_MAX * self._ahead_ns:
+        if self._usual_ns > LONGEST_NS:
             self._usual_ns, self._paused_ns = 0, ended_ns + PAUSE_NS

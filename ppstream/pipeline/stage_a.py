@@ -97,7 +97,7 @@ class StageA:
         front: the policy's parts at place 0; None: there are none.
     """
 
-    ahead_ns = AHEAD_NS  # of an envelope that is expected ``rehearse`` is called
+    ahead_ns = AHEAD_NS  # of an envelope that is expected ``rehearse`` is over
     intake: Intake
     recorder: Recorder | None = None  # told of every window
     front: FrontParts | None = None

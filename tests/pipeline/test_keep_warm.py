@@ -10,7 +10,7 @@ from pipeline_in_process import NewestValues, PipelineInProcess, small_config
 from ppstream.core.clock import NS_PER_MS, NS_PER_S, now_ns
 from ppstream.core.rhythm import AHEAD_NS
 from ppstream.core.waiter import Waiter
-from ppstream.pipeline.keep_warm import GATHERED_NS, PAUSE_NS, SHARE_MAX, KeepWarm
+from ppstream.pipeline.keep_warm import GATHERED_NS, LONGEST_NS, PAUSE_NS, KeepWarm
 
 
 class Events:
@@ -113,6 +113,24 @@ def test_an_envelope_is_expected_when_the_first_of_its_samples_comes(
     assert runs == pytest.approx([next_ns - ahead_ms * NS_PER_MS - AHEAD_NS], abs=100, rel=0)
 
 
+def test_a_dry_run_begins_so_early_that_it_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    coming, ends_ns = Coming(monkeypatch), list[int]()
+    waiter: Any = coming
+
+    def takes_long() -> None:
+        coming.now_ns += 8 * LONGEST_NS // 10
+        coming.late_ns = max(0, coming.late_ns - 8 * LONGEST_NS // 10)
+        ends_ns.append(coming.now_ns)
+
+    warm, _ = ready_for_one(takes_long)
+    for _ in range(60):
+        coming.late_ns = 20 * NS_PER_MS
+        assert warm.wait(waiter, 10**9, "ready")
+        warm.began(coming.now_ns)
+    assert len(ends_ns) > 50
+    assert coming.now_ns - ends_ns[-1] == pytest.approx(AHEAD_NS, rel=0.1)
+
+
 def test_what_comes_before_an_expected_envelope_ends_the_wait_without_a_dry_run(
     waiter: Waiter,
 ) -> None:
@@ -140,12 +158,12 @@ def test_behind_dry_runs_before_envelopes_that_take_long_there_is_a_pause(waiter
     ends_ns: list[int] = []
 
     def takes_long() -> None:
-        time.sleep(16 * SHARE_MAX * AHEAD_NS / NS_PER_S)
+        time.sleep(16 * LONGEST_NS / NS_PER_S)
         ends_ns.append(now_ns())
 
     warm, events = ready_for_one(takes_long)
     in_step(warm, now_ns() + 2 * NS_PER_MS)
-    warm.wait(waiter, 30 * NS_PER_MS, "ready")
+    warm.wait(waiter, 60 * NS_PER_MS, "ready")
     assert not warm.expects("ready")
     in_step(warm, ends_ns[-1] + PAUSE_NS - NS_PER_MS, 40 * NS_PER_MS)
     assert not warm.expects("ready")

@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     from ppstream.recording.recorder import Recorder
 
 
-#: Of an envelope that is expected a rehearsal begins: from cold caches it takes some 0.3 ms.
-AHEAD_NS: Final = NS_PER_MS
+#: Of an envelope that is expected a rehearsal is over: from cold caches it takes some 0.3 ms.
+AHEAD_NS: Final = 7 * NS_PER_MS // 10
 
 
 class DeviceStageA(Protocol):
