@@ -6,7 +6,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from ppstream.core.clock import NS_PER_MS, now_ns
-from ppstream.core.rhythm import AHEAD_NS
 from ppstream.links.headers import FAILED
 from ppstream.links.slots import SlotLayout, new_slots
 from ppstream.observe import nvtx_ranges
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
     from ppstream.recording.recorder import Recorder
 
 
+AHEAD_NS: Final = 3 * NS_PER_MS // 10  # the window is what cools soonest
 TIMED_CALLS: Final = 3
 LONG_FRONT_MS: Final = 2.0  # longer ones get a thread of their own unless the user decides
 
