@@ -19,14 +19,14 @@ from typing import TYPE_CHECKING, Final
 from ppstream.control.peer_process import GUARDED, HeldProcess
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from types import FrameType
 
     from ppstream.config.schema import PipelineConfig
 
 RANK: Final = GUARDED  # a guard has no RANK: nobody takes it for the rank
 LINKED_FD: Final = "PPSTREAM_GUARD_FD"  # the rank writes there that its loop runs
-PASSED_ON: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 LOOK_S: Final = 0.1
 GRACE_S: Final = 2.0  # for a rank whose launcher is gone
 
@@ -53,6 +53,13 @@ def tell_linked() -> None:
             os.write(int(fd), b"1")
 
 
+def on_stop(handle: Callable[[int, FrameType | None], None]) -> None:
+    """Have ``STOP_SIGNALS`` call ``handle``; a SIGHUP that nohup has turned off stays off."""
+    for number in STOP_SIGNALS:
+        if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, handle)
+
+
 def main(arguments: Sequence[str]) -> int:
     """Start the rank; returns how it ended, or 0 where rank 0 saw its end."""
     linked_fd, write_fd = os.pipe()
@@ -69,9 +76,7 @@ def main(arguments: Sequence[str]) -> int:
         asked.append(number)
         rank.send_signal(number)
 
-    for number in PASSED_ON:
-        if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # by nohup
-            signal.signal(number, pass_on)
+    on_stop(pass_on)
     while rank.poll() is None:
         if launcher is not None and launcher.wait_gone(0):
             return _end(rank)

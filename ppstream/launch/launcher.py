@@ -24,6 +24,7 @@ from ppstream.config import load
 from ppstream.control.peer_process import HeldProcess, ranks_started_by
 from ppstream.core.errors import ConfigError, ExitCode
 from ppstream.core.interpreter import uncollected
+from ppstream.launch.guard import STOP_SIGNALS, on_stop
 from ppstream.launch.placement import ranks_wanted
 from ppstream.launch.rank_exit import CLOSE_GRACE_S, RankEnd
 from ppstream.launch.requirements import PYTHON_MIN, missing_packages, refuse, refuse_python
@@ -32,7 +33,6 @@ from ppstream.observe.run_folder import Run
 if TYPE_CHECKING:
     from ppstream.config.schema import PipelineConfig
 
-STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # the last not with nohup
 #: Rank 0 gets a stop first, so that the other one's end is never taken for a failure.
 LEAD_S: Final = 0.2
 SPARE_S: Final = 5.0  # on top of what the ranks need to drain and close
@@ -106,9 +106,7 @@ class RankLauncher:
     def run(self, arguments: Sequence[str]) -> int:
         """Start the ranks with these arguments, and return how the run ended."""
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does
-        for number in STOP_SIGNALS:
-            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
-                signal.signal(number, self._stop)
+        on_stop(self._stop)
         threading.Thread(target=self._launch, args=(arguments,), daemon=True).start()
         while not self._over.wait(LEAD_S):
             pass  # a wait without limit may miss a signal that another thread receives

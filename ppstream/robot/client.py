@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ppstream.core.clock import NS_PER_MS, NS_PER_S, Clock, now_ns
 from ppstream.core.errors import PpstreamError
 from ppstream.robot.answer import Answer, Asking
-from ppstream.robot.connection import RobotLink
+from ppstream.robot.connection import CLOSED, RobotLink
 from ppstream.robot.contract import ask_contract, check_contract, streams_of
 from ppstream.robot.feedback import Feedback
 from ppstream.robot.outbox import Batch, Outbox, Stream, Values
@@ -145,7 +145,7 @@ class RobotClient:
         """
         with self._linking:
             if self.timeline.is_closed:
-                raise PpstreamError("this client was closed; make another")
+                raise PpstreamError(CLOSED)
             if self._link is None:
                 callbacks = (self._merge, self._turn, self._fail)
                 self._link = RobotLink(

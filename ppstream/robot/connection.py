@@ -47,6 +47,7 @@ GIVE_UP_NS: Final = 500 * NS_PER_MS  # without a session at one server of a flee
 LEAVING: Final = frozenset({"draining", "stopped"})  # phases of a server that is about to go
 VISIT_S: Final = 0.002  # for what the link's thread is reading; an event loop may wait so long
 JOIN_S: Final = 2.0  # the thread waits for nothing that wake() does not end
+CLOSED: Final = "this client was closed; make another"
 
 
 class RobotLink:
@@ -138,7 +139,7 @@ class RobotLink:
         """Raises as ``raise_failure``, or PpstreamError when the link was closed."""
         self.raise_failure()
         if self.is_closing:
-            raise PpstreamError("this client was closed; make another")
+            raise PpstreamError(CLOSED)
 
     def send_and_work(
         self, send: Callable[[], bool], is_over: Callable[[], bool], until_ns: int
