@@ -6,8 +6,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -406,6 +406,29 @@ def test_whatever_needs_a_receiving_thread_that_has_ended_says_so(
         client.close()
 
 
+@contextmanager
+def moving(client: Any, left: list[float], **more: Any) -> Iterator[ControlLoop]:
+    """A loop that executes actions and comes to rest by a ramp; then it ends, with its thread."""
+    loop = ControlLoop(
+        200.0,
+        lambda at_ns: {"joints": [0, 0, 0]},
+        lambda action: None,
+        client,
+        hold=lambda: None,
+        on_expiry="stop",
+        stop=left.append,
+        ramp_ms=20.0,
+        **more,
+    )
+    thread = threading.Thread(target=loop.run)
+    thread.start()
+    wait_until(lambda: loop.statistics().executed > 3)
+    yield loop
+    loop.end()
+    thread.join(10)
+    assert not thread.is_alive()
+
+
 def test_a_control_loop_latches_a_dead_receiving_thread_and_rests() -> None:
     def fail(chunk: Any) -> None:
         raise KeyError("user code")
@@ -413,34 +436,18 @@ def test_a_control_loop_latches_a_dead_receiving_thread_and_rests() -> None:
     left: list[float] = []
     with serving(answers=True) as server, make_client(server.sessions.endpoint) as client:
         client.connect()
-        loop = ControlLoop(
-            200.0,
-            lambda at_ns: {"joints": [0, 0, 0]},
-            lambda action: None,
-            client,
-            hold=lambda: None,
-            on_expiry="stop",
-            stop=left.append,
-            ramp_ms=20.0,
-            resume=True,
-        )
-        thread = threading.Thread(target=loop.run)
-        thread.start()
-        wait_until(lambda: loop.statistics().executed > 3)
-        client.on_chunk = fail
-        wait_until(lambda: left and left[-1] == 0.0)
-        executed = loop.statistics().executed
-        fault = loop.fault
-        assert fault is not None
-        assert fault.reason == "client"
-        assert "KeyError: 'user code'" in fault.text
-        assert left == sorted(left, reverse=True)
-        loop.clear_fault()
-        wait_until(lambda: loop.fault is not None)
-        assert loop.statistics().executed == executed
-        loop.end()
-        thread.join(10)
-        assert not thread.is_alive()
+        with moving(client, left, resume=True) as loop:
+            client.on_chunk = fail
+            wait_until(lambda: left and left[-1] == 0.0)
+            executed = loop.statistics().executed
+            fault = loop.fault
+            assert fault is not None
+            assert fault.reason == "client"
+            assert "KeyError: 'user code'" in fault.text
+            assert left == sorted(left, reverse=True)
+            loop.clear_fault()
+            wait_until(lambda: loop.fault is not None)
+            assert loop.statistics().executed == executed
 
 
 def test_a_control_loop_brings_the_robot_to_rest_when_its_client_is_closed() -> None:
@@ -448,32 +455,17 @@ def test_a_control_loop_brings_the_robot_to_rest_when_its_client_is_closed() -> 
     with serving(answers=True) as server:
         client = make_client(server.sessions.endpoint)
         client.connect()
-        loop = ControlLoop(
-            200.0,
-            lambda at_ns: {"joints": [0, 0, 0]},
-            lambda action: None,
-            client,
-            hold=lambda: None,
-            on_expiry="stop",
-            stop=left.append,
-            ramp_ms=20.0,
-        )
-        thread = threading.Thread(target=loop.run)
-        thread.start()
-        wait_until(lambda: loop.statistics().executed > 3)
-        client.close()
-        assert not client.ready
-        wait_until(lambda: left and left[-1] == 0.0)
-        fault = loop.fault
-        assert fault is not None
-        assert str(fault).startswith("client: it was closed")
-        executed = loop.statistics().executed
-        loop.clear_fault()
-        wait_until(lambda: loop.fault is not None)
-        assert loop.statistics().executed == executed
-        loop.end()
-        thread.join(10)
-        assert not thread.is_alive()
+        with moving(client, left) as loop:
+            client.close()
+            assert not client.ready
+            wait_until(lambda: left and left[-1] == 0.0)
+            fault = loop.fault
+            assert fault is not None
+            assert str(fault).startswith("client: it was closed")
+            executed = loop.statistics().executed
+            loop.clear_fault()
+            wait_until(lambda: loop.fault is not None)
+            assert loop.statistics().executed == executed
         assert client.failure is None
 
 
