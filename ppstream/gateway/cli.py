@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import ctypes
 import logging
 import signal
 import ssl
 import stat
 import sys
 from collections.abc import Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -40,6 +41,8 @@ KEY_CHARACTERS_MAX: Final = 1024
 OTHERS: Final = stat.S_IRWXG | stat.S_IRWXO
 PYTHON_MIN: Final = (3, 11)  # reads TOML
 STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
+KEPT_BYTES: Final = 32 << 20  # the most that M_MMAP_THRESHOLD takes
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -61,6 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print("\n\n".join(wire_of(one).describe(config, one) for one in config.gateway))
             return 0
         given = None if args.connections is None else (args.serve, args.connections)
+        keep_freed_memory()
         asyncio.run(serve(config, args.log, arguments=_arguments(args), given=given))
     except ConfigError as error:
         print(error, file=sys.stderr, flush=True)
@@ -117,6 +121,18 @@ async def serve(
                 logger.info("clients of %s connect to %s", gateway.wire, server.address)
             print(gateway.wire, server.address, flush=True)
         await stopping.wait()
+
+
+def keep_freed_memory() -> None:
+    """Have glibc keep what is freed for the next message, for this process's whole life.
+
+    It gives freed memory above 128 KB back at once, so that each frame of a camera faults its pages
+    in again: some 90 of a request with two frames. Where malloc is another, nothing changes.
+    """
+    with suppress(AttributeError):
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(M_TRIM_THRESHOLD, KEPT_BYTES)
+        mallopt(M_MMAP_THRESHOLD, KEPT_BYTES)
 
 
 def api_key(path: str, gateway: GatewayConfig) -> str | None:

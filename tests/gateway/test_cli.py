@@ -3,6 +3,7 @@ from __future__ import annotations
 import socket
 import stat
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -146,3 +147,29 @@ def test_a_key_file_that_asks_for_a_pass_phrase_is_refused_and_named(tmp_path: P
     (said,) = caught.value.problems
     assert said.startswith(f"gateway[0].keyfile: {locked} is encrypted, want it without a pass")
     assert f"openssl pkey -in {locked} -out " in said
+
+
+def test_frames_that_come_again_and_again_fault_no_pages_in() -> None:
+    """In a process of its own, whose malloc is as it was."""
+    program = """
+import resource
+from ppstream.gateway.cli import keep_freed_memory
+
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(50):
+        frames = [bytes(100_000) for _ in range(9)]
+        del frames
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+faults()
+before = faults()
+keep_freed_memory()
+faults()
+print(before, faults())
+"""
+    run = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    before, after = map(int, run.stdout.split())
+    assert before > 50 * 100 > 50 > after
