@@ -92,6 +92,7 @@ class RobotLink:
         self.failure: str | None = None
         self._cause: BaseException | None = None
         self.is_closing = False
+        self.prepares_in_waits = True  # memory for the next frames; False: somebody does it later
         self._clock = clock
         self.directory: FleetDirectory | None = None  # of a fleet: names another server
         self._trying_ns: int | None = None  # since when a session is asked for at this endpoint
@@ -229,6 +230,8 @@ class RobotLink:
 
     def _put_off_turn(self) -> None:
         """A guest begins to wait: the link's thread sends what is due between two answers."""
+        if self.prepares_in_waits:
+            self.prepare()
         now = now_ns()
         if now - self._turned_ns < TURN_LATE_NS:
             self._turn_ns = now + SLICE_NS
