@@ -9,6 +9,7 @@ from ppstream.control.watchdog import is_patient, is_warm
 from ppstream.core.clock import NS_PER_MS, NS_PER_S, now_ns
 from ppstream.core.cpus import RunDelay, StageCost
 from ppstream.core.errors import PeerLostError
+from ppstream.core.realtime import timeouts_on_time
 from ppstream.core.user_code import message_of
 from ppstream.links.headers import (
     EPOCH,
@@ -103,7 +104,8 @@ class HostPolicyRank(PolicyRank):
         """As ``PolicyRank``, on the thread that waits and works."""
         self.run_delay.begin()
         try:
-            return super().run(give_up)
+            with timeouts_on_time():
+                return super().run(give_up)
         finally:
             self._account()
 

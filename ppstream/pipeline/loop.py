@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from ppstream.control.watchdog import stage_b_limit_ns, with_watchdog
 from ppstream.core.clock import now_ns
+from ppstream.core.realtime import timeouts_on_time
 from ppstream.pipeline.rank0 import Rank0
 
 if TYPE_CHECKING:
@@ -126,7 +127,7 @@ class Rank0Loop(Rank0):
         executor = self.executor
         self._first = self.started
         self._start_limit = None if envelopes is None else self.started + envelopes
-        with executor.running():
+        with timeouts_on_time(), executor.running():  # of this thread, and of those it starts
             begins = executor.wait(worked=True)
             while begins or self.may_begin() or executor.in_flight:
                 if begins:

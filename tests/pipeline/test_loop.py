@@ -1,3 +1,4 @@
+import ctypes
 import os
 import socket
 import threading
@@ -15,6 +16,7 @@ from robot_rig import wait_until
 
 from ppstream.core.clock import now_ns
 from ppstream.core.errors import PeerLostError, PolicyError, ProtocolError, WatchdogError
+from ppstream.core.realtime import PR_GET_TIMERSLACK
 from ppstream.core.specs import TensorSpec
 from ppstream.ingest.sources import RecordedSource
 from ppstream.ingest.synthetic import SyntheticSource
@@ -73,6 +75,23 @@ def test_envelopes_are_emitted_once_and_in_order(build, form):
             (0, seq) for seq in range(200)
         ]
         assert [line["seq"] for line in pipeline.envelopes()] == list(range(200))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_timeouts_of_all_threads_end_on_time_while_a_loop_runs(build, form, monkeypatch):
+    def slack_ns():
+        return ctypes.CDLL(None).prctl(PR_GET_TIMERSLACK, 0, 0, 0, 0)
+
+    before_ns, seen = slack_ns(), {}
+    with build(form, NewestValues(lambda _: seen.update(B=slack_ns()))) as pipeline:
+        emit = pipeline.collector.emit
+        monkeypatch.setattr(
+            pipeline.collector, "emit", lambda *chunk: (seen.update(C=slack_ns()), emit(*chunk))
+        )
+        pipeline.saturate()
+        pipeline.rank0.run(3)
+    assert seen == {"C": 1, "B": before_ns if form == "device" else 1}  # there a GPU has the times
+    assert slack_ns() == before_ns > 1
 
 
 @pytest.fixture(scope="module")

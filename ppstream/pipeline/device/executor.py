@@ -40,7 +40,6 @@ from typing import TYPE_CHECKING, Final
 
 from ppstream.core.clock import NS_PER_MS, now_ns
 from ppstream.core.errors import PeerLostError, ProtocolError, WatchdogError
-from ppstream.core.realtime import end_timeouts_on_time
 from ppstream.core.user_code import Fault
 from ppstream.links.device_link import may_await, most_queued
 from ppstream.links.device_replicas import DeviceReplicas
@@ -146,7 +145,6 @@ class DeviceExecutor:
         loop.mark.busy_with = self._at
         loop.log.queues_ahead = True
         loop.on_phase.append(self._on_phase)
-        end_timeouts_on_time()
 
     def _get_ready(self) -> None:
         self._a.rehearse()
