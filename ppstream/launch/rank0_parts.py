@@ -6,6 +6,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, NamedTuple
 
 from ppstream.config.schema import PipelineConfig, SimulateConfig
+from ppstream.core.clock import NS_PER_MS
 from ppstream.core.simulated_delay import Delay
 from ppstream.core.waiter import Waiter
 from ppstream.observe.log_writer import EnvelopeRecord, TimestampLog
@@ -40,7 +41,7 @@ def rank0_parts(config: PipelineConfig, run: Run, generation: int, stack: ExitSt
         generation=generation,
     )
     stack.callback(log.close)
-    waiter = Waiter()
+    waiter = Waiter(round(config.pipeline.spin_ms * NS_PER_MS))
     stack.callback(waiter.close)
     simulate = config.simulate
     delay_a = _delay(simulate, simulate.a_ms, simulate.seed)

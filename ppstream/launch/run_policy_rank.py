@@ -11,7 +11,7 @@ from ppstream.config.schema import PipelineConfig
 from ppstream.control.generation import ask_generation
 from ppstream.control.launcher_store import LauncherStore, open_store
 from ppstream.control.peer import Peer
-from ppstream.core.clock import NS_PER_S, now_ns
+from ppstream.core.clock import NS_PER_MS, NS_PER_S, now_ns
 from ppstream.core.errors import ConfigError, ExitCode
 from ppstream.core.interpreter import set_switch_interval
 from ppstream.core.waiter import Waiter
@@ -99,7 +99,7 @@ def run_back(config: PipelineConfig, end: rank_exit.RankEnd, world_size: int) ->
             shape = link_shape(config, place.inputs, place.outputs, store.generation, ahead, at)
             log = _log(config, end.run, store, stack)
             Monitoring(config, end.run, log, stack, rank=store.rank, generation=store.generation)
-            waiter = Waiter()
+            waiter = Waiter(round(config.pipeline.spin_ms * NS_PER_MS))
             stack.callback(waiter.close)
             with course.step("the link and the policy's first calls"):
                 built = on_gpu or policy

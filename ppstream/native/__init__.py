@@ -13,7 +13,7 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Final
 
-API: Final = 8  # core.c has the same number: an older build of it is refused
+API: Final = 9  # core.c has the same number: an older build of it is refused
 SWITCH: Final = "PPSTREAM_NATIVE"  # "0": the Python twins; "1": an ImportError where there is none
 
 

@@ -11,7 +11,7 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
-#define API 8 /* __init__.py has the same number; both change with this module's interface */
+#define API 9 /* __init__.py has the same number; both change with this module's interface */
 #define NEVER_NS (-((int64_t)1 << 62))
 #define READABLE (PyBUF_C_CONTIGUOUS | PyBUF_FORMAT)
 

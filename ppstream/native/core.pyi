@@ -147,6 +147,7 @@ class Waiter:
     woken: bool
     _fds: list[int]
     _bells: list[Any]  # Bell
+    spin_ns: int
     _wake_fd: int
     _asleep: bool
     _wake_due: bool
@@ -155,7 +156,8 @@ class Waiter:
     def wait(self, timeout_ns: int | None, /) -> Sequence[int]:
         """As ``Waiter.wait``, at any descriptor to the nanosecond, by ppoll(2).
 
-        A mere look keeps the GIL; a longer wait lets go of it. Signal handlers run at once.
+        A mere look keeps the GIL; a longer wait lets go of it. Signal handlers run at once, or once
+        it has looked for ``spin_ns``.
 
         Raises:
             OSError: as ``Waiter.wait``.

@@ -7,6 +7,7 @@
 
 #include <errno.h>
 #include <poll.h>
+#include <sched.h>
 #include <stdatomic.h>
 #include <sys/eventfd.h>
 #include <time.h>
@@ -24,6 +25,7 @@ typedef struct {
 typedef struct {
     PyObject_HEAD
     PyObject *fds, *bells; /* lists of ints and of Bells; another thread may change fds */
+    long long spin_ns;
     int wake_fd;
     char asleep, wake_due, woken, closed; /* whoever holds the GIL may write them */
 } Waiter;
@@ -215,15 +217,27 @@ static int arm(const Waiter *waiter, PyObject *named)
     return 0;
 }
 
-/* ppoll(2); a signal's handlers run at once, and then the rest of the time is waited for. */
-static int poll_until(struct pollfd *fds, Py_ssize_t n, int64_t until_ns)
+/* Looks again and again, and in between lets others have the CPU; then sleeps, if time is left. */
+static int spin_and_poll(struct pollfd *fds, Py_ssize_t n, int64_t until_ns, int64_t spin_ns)
+{
+    int64_t now = now_ns(), spin_until_ns = now + spin_ns;
+    for (int found; now < spin_until_ns && now < until_ns; now = now_ns()) {
+        if ((found = poll(fds, n, 0)) != 0)
+            return found;
+        sched_yield();
+    }
+    int64_t left_ns = until_ns > now ? until_ns - now : 0;
+    struct timespec left = {left_ns / NS_PER_S, left_ns % NS_PER_S};
+    return ppoll(fds, n, &left, NULL);
+}
+
+/* A signal's handlers run at once, or behind the spin, and then the rest of the time is waited for. */
+static int poll_until(struct pollfd *fds, Py_ssize_t n, int64_t until_ns, int64_t spin_ns)
 {
     while (PyErr_CheckSignals() == 0) {
-        int64_t left_ns = until_ns - now_ns();
-        struct timespec left = {left_ns / NS_PER_S, left_ns % NS_PER_S}, none = {0, 0};
         /* a mere look does not block, and to get the GIL back may take longer */
-        PyThreadState *state = left_ns > 0 ? PyEval_SaveThread() : NULL;
-        int found = ppoll(fds, n, left_ns > 0 ? &left : &none, NULL), error = errno;
+        PyThreadState *state = until_ns > now_ns() ? PyEval_SaveThread() : NULL;
+        int found = spin_and_poll(fds, n, until_ns, spin_ns), error = errno;
         if (state)
             PyEval_RestoreThread(state);
         if (found >= 0)
@@ -267,7 +281,7 @@ static int look(Waiter *waiter, int64_t until_ns, PyObject *named)
         PyErr_NoMemory();
     for (Py_ssize_t i = 0; fds && i < n; i++)
         fds[i] = (struct pollfd){PyLong_AsLong(PyList_GetItem(waiter->fds, i)), POLLIN, 0};
-    int error = PyErr_Occurred() ? -1 : poll_until(fds, n, until_ns);
+    int error = PyErr_Occurred() ? -1 : poll_until(fds, n, until_ns, waiter->spin_ns);
     for (Py_ssize_t i = 0; error == 0 && i < n; i++)
         if (fds[i].revents)
             error = collect(waiter, &fds[i], named);
@@ -343,7 +357,7 @@ static PyMethodDef bell_methods[] = {
     {NULL, NULL, 0, NULL}};
 static PyMemberDef waiter_members[] = {
     MEMBER(Waiter, "_fds", fds, T_OBJECT), MEMBER(Waiter, "_bells", bells, T_OBJECT),
-    MEMBER(Waiter, "_wake_fd", wake_fd, T_INT), MEMBER(Waiter, "_asleep", asleep, T_BOOL),
+    FIELD(Waiter, "spin_ns", spin_ns), MEMBER(Waiter, "_wake_fd", wake_fd, T_INT), MEMBER(Waiter, "_asleep", asleep, T_BOOL),
     MEMBER(Waiter, "_wake_due", wake_due, T_BOOL), MEMBER(Waiter, "woken", woken, T_BOOL),
     MEMBER(Waiter, "_closed", closed, T_BOOL), END};
 static PyMethodDef waiter_methods[] = {{"wait", waiter_wait, METH_O, NULL},

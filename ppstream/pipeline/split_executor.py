@@ -40,7 +40,7 @@ class SplitExecutor(HostExecutor):
     def attach(self, loop: Rank0Loop) -> None:
         """As ``Executor``."""
         self.lead = NO_LEAD
-        self._results = Waiter()  # who waits for results
+        self._results = Waiter(loop.waiter.spin_ns)  # who waits for results
         self._to_decode: SimpleQueue[Flight] = SimpleQueue()
         self._room = threading.Event()  # there is a place in D_out
         self._failure: BaseException | None = None  # of one of the threads

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import resource
 import select
 import signal
 import socket
@@ -18,6 +19,7 @@ from ppstream.core.waiter import PythonWaiter, Waiter
 from ppstream.links.doorbell import SLEEPS, WORD_BYTES, Doorbell, PythonDoorbell, doorbell_bytes
 
 LONG_NS = 10 * NS_PER_S
+SPIN_NS = 2 * NS_PER_MS
 ROUNDS = 8_000
 
 
@@ -33,9 +35,9 @@ def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> typ
     return PythonWaiter
 
 
-@pytest.fixture
-def waiter(kind: type[PythonWaiter]) -> Iterator[PythonWaiter]:
-    waiter = kind()
+@pytest.fixture(params=[0, SPIN_NS], ids=["sleeps", "spins"])
+def waiter(kind: type[PythonWaiter], request: pytest.FixtureRequest) -> Iterator[PythonWaiter]:
+    waiter = kind(request.param)
     yield waiter
     waiter.close()
 
@@ -51,6 +53,20 @@ def test_it_never_returns_before_the_timeout(waiter: PythonWaiter, timeout_ns: i
         began = now_ns()
         assert not waiter.wait(timeout_ns)
         assert now_ns() - began >= timeout_ns
+
+
+@pytest.mark.parametrize(
+    ("spin_ns", "sleeps"), [(0, True), (5 * NS_PER_MS, True), (LONG_NS, False)]
+)
+def test_it_sleeps_only_once_it_has_looked_for_so_long(
+    kind: type[PythonWaiter], spin_ns: int, *, sleeps: bool
+) -> None:
+    """Whoever gives up the CPU to nobody in particular has slept."""
+    waiter = kind(spin_ns)
+    times = resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
+    assert not waiter.wait(50 * NS_PER_MS)
+    assert (resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw > times) == sleeps
+    waiter.close()
 
 
 @pytest.mark.parametrize("timeout_ns", [None, LONG_NS])

@@ -52,6 +52,12 @@ class CallCount:
                 self.calls[name.strip()] += int(calls)
 
 
+def sleeps(pid: int) -> int:
+    """Times that a process's first thread has slept so far."""
+    status = Path("/proc", str(pid), "status").read_text()
+    return int(status.partition("\nvoluntary_ctxt_switches:")[2].split()[0])
+
+
 def no_strace() -> str:
     """Returns why system calls cannot be counted here; empty when they can."""
     return _refusal(["strace", "-f", "-c", "-o", "/dev/null", "true"])
