@@ -27,7 +27,7 @@ REQUESTS: Final = "requests"  # ``kind`` of the gateway's lines
 RequestError = Literal[
     "bad_request",  # it is not what the map, or the wire, says
     "busy",  # the client, or too many others, had one in work
-    "refused",  # rank 0 gave no row, or the token is wrong
+    "refused",  # rank 0 gave no row, the token is wrong, or too many came within a second
     "not_ready",  # the run took no samples
     "prompt",  # the policy did not follow the prompt
     "timeout",  # no actions came within ``timeout_ms``

@@ -53,7 +53,7 @@ class PipelineShape(Table, frozen=True):
     credit: Literal["before_window", "after_window"] = "before_window"
     """Moment at which an envelope takes its credit: before the window for freshness, after it for
     throughput. Set after_window for long stages A."""
-    spin_ms: Annotated[float, Meta(ge=0, le=100)] = 0
+    spin_ms: Annotated[float, Meta(ge=0, le=100)] = 0.0
     """Time for which a rank that waits looks again and again before it sleeps, and keeps its CPU
     awake. Raise it to the distance of envelopes where each rank has a CPU to itself."""
 

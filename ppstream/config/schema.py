@@ -8,6 +8,7 @@ command line. A value that encodes a design choice of the user's robot or policy
 from __future__ import annotations
 
 import math
+import sys
 from typing import Annotated, Any, Final, Literal
 
 import msgspec
@@ -42,6 +43,7 @@ from ppstream.config.run_tables import ViewConfig as ViewConfig
 
 CHANNELS: Final = 3  # of a frame: red, green, blue
 RING_MARGIN: Final = 2.0  # a stream may run at twice its nominal rate before a ring is too short
+RATE_MARGIN: Final = 4.0  # times its declared rate a robot may send, each sample by itself
 RING_SPARE_REQUESTS: Final = 8  # of cameras: more than a robot has under way
 RING_SPARE_SAMPLES: Final = 16  # of very slow streams: a few samples whatever the arithmetic says
 
@@ -387,3 +389,13 @@ class PipelineConfig(Table, frozen=True):
             return RING_SPARE_SAMPLES + stream.image.frames + ahead
         reach_ms = self.window_span_ms + stream.bracket_ms + stream.max_age_ms
         return RING_SPARE_SAMPLES + math.ceil(RING_MARGIN * stream.most_hz * reach_ms / 1000)
+
+    def samples_per_second(self, stream: StreamConfig) -> int:
+        """Limit of a stream's samples that one robot may send; a frame beyond it is refused whole.
+
+        A ring full comes on top: a robot may send at once what it has kept while it had no
+        connection. A lone robot may send all it can: there is nobody to delay.
+        """
+        if self.batch.rows == 1:
+            return sys.maxsize
+        return self.ring_samples(stream) + math.ceil(RATE_MARGIN * stream.most_hz)

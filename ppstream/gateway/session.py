@@ -8,6 +8,7 @@ they travel.
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Final, NamedTuple
 
@@ -126,6 +127,10 @@ class GatewaySession:
         self._map = KeyMap(config, gateway)
         self._on_actions = on_actions
         self._in_thread = in_thread
+        self._recent = {  # when samples of each stream came, as many as may come in a second
+            stream.name: deque[int](maxlen=config.samples_per_second(stream))
+            for stream in config.streams
+        }
         self._newest: ActionChunk | None = None
         self._taken: ActionChunk | None = None
         self._since_ns = 0  # observations before are of another prompt or episode
@@ -169,7 +174,7 @@ class GatewaySession:
     async def _answer(
         self, observation: Mapping[str, Any], received_ns: int, until_ns: int
     ) -> Reply:
-        samples, prompt = self._map.samples(observation), self._prompt_of(observation)
+        samples, prompt = self._samples(observation, received_ns), self._prompt_of(observation)
         if not self.client.ready or self._is_new(prompt):
             await self._in_thread(self._prepare, prompt, received_ns, until_ns)
         in_force = self._in_force() if self._gateway.answer == "newest" else None
@@ -187,7 +192,7 @@ class GatewaySession:
             NoAnswerError: nobody takes it now, or the policy does not follow its prompt.
         """
         until_ns = received_ns + round(self._gateway.timeout_ms * NS_PER_MS)
-        samples, prompt = self._map.samples(observation), self._prompt_of(observation)
+        samples, prompt = self._samples(observation, received_ns), self._prompt_of(observation)
         self._prepare(prompt, received_ns, until_ns)
         taken = [self.client.push(name, received_ns, one) for name, one in samples.items()]
         if not all(taken):
@@ -229,6 +234,21 @@ class GatewaySession:
         self._newest = chunk
         if self._on_actions is not None:
             self._on_actions()
+
+    def _samples(self, observation: Mapping[str, Any], received_ns: int) -> dict[str, Array]:
+        """Raises NoAnswerError: rank 0 would refuse a sample, and nobody would learn why."""
+        samples = self._map.samples(observation)
+        for name, times in self._recent.items():
+            if name not in samples:
+                continue
+            if len(times) == times.maxlen and received_ns - times[0] < NS_PER_S:
+                raise NoAnswerError(
+                    f"{len(times)} observations came within a second, which is all that rank 0 "
+                    f"takes of {name}; ask less often, or raise max_request_hz (rate_hz) of {name}",
+                    "refused",
+                )
+            times.append(received_ns)
+        return samples
 
     def _prompt_of(self, observation: Mapping[str, Any]) -> str | None:
         """The prompt that an observation is to be answered for; it may leave it as it is."""

@@ -15,18 +15,18 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
+from ppstream.config.schema import RATE_MARGIN
 from ppstream.core.clock import NS_PER_MS, NS_PER_S
 from ppstream.sessions.session import Session, SessionStream
 from ppstream.wire.fields import MAX_PUSH_BYTES
 
 if TYPE_CHECKING:
-    from ppstream.config.schema import PipelineConfig, StreamConfig
+    from ppstream.config.schema import PipelineConfig
     from ppstream.ingest.rows import RowInput
     from ppstream.wire.robot_messages import Hello
 
 SILENCE_NS: Final = 5 * NS_PER_S  # a robot that says nothing for longer has left
 HEADER_BYTES: Final = 1 << 16  # of any message, beside its samples
-RATE_MARGIN: Final = 4.0  # times the declared rates, each sample a frame of its own
 OTHER_FRAMES_PER_S: Final = 400  # reports, prefixes, pings, instructions
 STRANGER_FRAMES_PER_S: Final = 500  # of all connections without a session together
 DRAIN_NS: Final = NS_PER_MS  # then what comes waits until results were looked at
@@ -51,16 +51,6 @@ def frames_per_second(config: PipelineConfig) -> int:
     return OTHER_FRAMES_PER_S + math.ceil(RATE_MARGIN * samples_per_s)
 
 
-def samples_per_second(config: PipelineConfig, stream: StreamConfig) -> int:
-    """Limit of a stream's samples that one robot may send; a frame beyond it is refused whole.
-
-    A ring full comes on top: a robot may send at once what it has kept while it had no connection.
-    """
-    if config.batch.rows == 1:
-        return sys.maxsize
-    return config.ring_samples(stream) + math.ceil(RATE_MARGIN * stream.most_hz)
-
-
 class SessionTable:
     """Open sessions by connection and by row. One thread changes it; ``at`` is for any thread.
 
@@ -73,7 +63,7 @@ class SessionTable:
         self._rows = rows
         self._frames_per_s = frames_per_second(config)
         self._samples_per_s = {
-            stream.name: samples_per_second(config, stream) for stream in config.streams
+            stream.name: config.samples_per_second(stream) for stream in config.streams
         }
         self._at: list[Session | None] = [None] * len(rows)
         self._of: dict[bytes, Session] = {}

@@ -21,15 +21,15 @@ from gateway_rig import (
 )
 from robot_rig import MS, Server, serving, wait_until
 
-from ppstream.core.clock import now_ns
+from ppstream.core.clock import NS_PER_S, now_ns
 from ppstream.gateway.session import GatewaySession, NoAnswerError, Reply
 from ppstream.wire.robot_messages import Provenance
 
 
 @contextmanager
-def served(**changes: Any) -> Iterator[tuple[Server, GatewaySession]]:
+def served(rows: int = 1, **changes: Any) -> Iterator[tuple[Server, GatewaySession]]:
     """A policy that follows every prompt, and answers when it is told to."""
-    config = slow_config(instructions=True)
+    config = slow_config(rows=rows, instructions=True)
     with serving(config, **LONG_LIVED) as rank0:
 
         def teach(number: int, text: str, done: Any) -> None:
@@ -75,6 +75,21 @@ def test_samples_are_stamped_when_their_observation_was_received() -> None:
             asyncio.run(session.answer(observation(), received_ns))
         wait_until(lambda: rank0.rows[0].rings["joints"].newest_ns == received_ns)
         assert rank0.rows[0].rings["imu"].newest_ns == received_ns
+
+
+def test_more_observations_than_rank_0_takes_in_a_second_are_refused_at_once_by_name() -> None:
+    with served(rows=2) as (rank0, session):
+        limit = slow_config(rows=2).samples_per_second(slow_config().streams[1])
+        received_ns = now_ns() - limit
+        for number in range(limit):
+            stamp_ns = received_ns + number
+            session.observe(observation(), stamp_ns)
+            wait_until(lambda: rank0.rows[0].rings["imu"].newest_ns == stamp_ns)  # noqa: B023
+        for ask in (session.observe, lambda *of: asyncio.run(session.answer(*of))):
+            with pytest.raises(NoAnswerError, match=f"{limit} observations .* of imu; ask less"):
+                ask(observation(), received_ns + limit)
+        session.observe(observation(), received_ns + NS_PER_S)
+        assert "rate" not in rank0.rows[0].rings["imu"].ledger.dropped
 
 
 def test_actions_whose_steps_are_all_past_are_refused_by_name() -> None:

@@ -18,7 +18,7 @@ from ppstream.core.clock import NS_PER_S
 from ppstream.core.errors import ConfigError
 from ppstream.sessions.contract import description
 from ppstream.sessions.server import Sessions
-from ppstream.sessions.table import SILENCE_NS, samples_per_second
+from ppstream.sessions.table import SILENCE_NS
 from ppstream.wire import robot_messages as m
 from ppstream.wire.fields import MAX_DETAILS, WIRE_MAJOR, WIRE_MINOR, encoder
 from ppstream.wire.message_socket import MessageSocket
@@ -449,7 +449,7 @@ def lost(*_: object) -> int:
 
 def test_large_frames_come_at_a_limited_rate_and_once_the_run_is_ready() -> None:
     desk_config = config_with_cameras()
-    limit = samples_per_second(desk_config, desk_config.streams[3])
+    limit = desk_config.samples_per_second(desk_config.streams[3])
     with open_desk(config=desk_config, phase="bring-up") as desk:
         robot = desk.robot()
         session = admit_with_cameras(desk, robot)

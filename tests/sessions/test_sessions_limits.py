@@ -19,7 +19,6 @@ from ppstream.sessions.table import (
     STRANGER_FRAMES_PER_S,
     frame_bytes_max,
     frames_per_second,
-    samples_per_second,
 )
 from ppstream.wire import robot_messages as m
 from ppstream.wire.fields import (
@@ -34,7 +33,7 @@ from ppstream.wire.fields import (
 
 CONFIG = make_config(rows=2)
 LIMIT = frames_per_second(CONFIG)
-SAMPLES_LIMIT = samples_per_second(CONFIG, CONFIG.streams[0])
+SAMPLES_LIMIT = CONFIG.samples_per_second(CONFIG.streams[0])
 pytestmark = pytest.mark.usefixtures("either_socket")
 
 
@@ -240,7 +239,7 @@ def test_a_robot_may_send_so_many_samples_of_a_stream_a_second_and_not_one_more(
 def test_a_ring_full_may_come_at_once_and_a_lone_robot_s_samples_have_no_limit() -> None:
     stream = CONFIG.streams[0]
     assert CONFIG.ring_samples(stream) + 4 * stream.rate_hz == SAMPLES_LIMIT
-    assert samples_per_second(make_config(rows=1), stream) > 10**9
+    assert make_config(rows=1).samples_per_second(stream) > 10**9
 
 
 @pytest.mark.parametrize(("look_ns", "readings"), [(0, 4), (DRAIN_NS // 2, 2), (DRAIN_NS, 1)])
