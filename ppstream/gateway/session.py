@@ -130,6 +130,7 @@ class GatewaySession:
         self._recent = {  # when samples of each stream came, as many as may come in a second
             stream.name: deque[int](maxlen=config.samples_per_second(stream))
             for stream in config.streams
+            if config.batch.rows > 1  # else there is no limit
         }
         self._newest: ActionChunk | None = None
         self._taken: ActionChunk | None = None

@@ -231,7 +231,7 @@ static int spin_and_poll(struct pollfd *fds, Py_ssize_t n, int64_t until_ns, int
     return ppoll(fds, n, &left, NULL);
 }
 
-/* A signal's handlers run at once, or behind the spin, and then the rest of the time is waited for. */
+/* A signal's handlers run at once, or behind a spin; the rest of the time is waited for then. */
 static int poll_until(struct pollfd *fds, Py_ssize_t n, int64_t until_ns, int64_t spin_ns)
 {
     while (PyErr_CheckSignals() == 0) {
@@ -357,9 +357,9 @@ static PyMethodDef bell_methods[] = {
     {NULL, NULL, 0, NULL}};
 static PyMemberDef waiter_members[] = {
     MEMBER(Waiter, "_fds", fds, T_OBJECT), MEMBER(Waiter, "_bells", bells, T_OBJECT),
-    FIELD(Waiter, "spin_ns", spin_ns), MEMBER(Waiter, "_wake_fd", wake_fd, T_INT), MEMBER(Waiter, "_asleep", asleep, T_BOOL),
-    MEMBER(Waiter, "_wake_due", wake_due, T_BOOL), MEMBER(Waiter, "woken", woken, T_BOOL),
-    MEMBER(Waiter, "_closed", closed, T_BOOL), END};
+    FIELD(Waiter, "spin_ns", spin_ns), MEMBER(Waiter, "_wake_fd", wake_fd, T_INT),
+    MEMBER(Waiter, "_asleep", asleep, T_BOOL), MEMBER(Waiter, "_wake_due", wake_due, T_BOOL),
+    MEMBER(Waiter, "woken", woken, T_BOOL), MEMBER(Waiter, "_closed", closed, T_BOOL), END};
 static PyMethodDef waiter_methods[] = {{"wait", waiter_wait, METH_O, NULL},
                                        {"wake", waiter_wake, METH_NOARGS, NULL},
                                        {NULL, NULL, 0, NULL}};
