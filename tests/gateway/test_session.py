@@ -90,11 +90,12 @@ def test_more_observations_than_rank_0_takes_in_a_second_are_refused_at_once_by_
                 ask(observation(), received_ns + limit)
         session.observe(observation(), received_ns + NS_PER_S)
         assert "rate" not in rank0.rows[0].rings["imu"].ledger.dropped
-    with served(rows=1) as (rank0, session):  # which has no limit
+    with served(rows=1) as (rank0, session):  # which has no limit, and keeps nothing for one
         for number in range(limit + 1):
             stamp_ns = received_ns + number
             session.observe(observation(), stamp_ns)
             wait_until(lambda: rank0.rows[0].rings["imu"].newest_ns == stamp_ns)  # noqa: B023
+        assert vars(session)["_recent"] == {}
 
 
 def test_actions_whose_steps_are_all_past_are_refused_by_name() -> None:
