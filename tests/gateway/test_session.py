@@ -88,8 +88,8 @@ def test_more_observations_than_rank_0_takes_in_a_second_are_refused_at_once_by_
         for ask in (session.observe, lambda *of: asyncio.run(session.answer(*of))):
             with pytest.raises(NoAnswerError, match=f"{limit} observations .* of imu; ask less"):
                 ask(observation(), received_ns + limit)
-        session.observe(observation(), received_ns + NS_PER_S)
         assert "rate" not in rank0.rows[0].rings["imu"].ledger.dropped
+        session.observe(observation(), received_ns + NS_PER_S)
     with served(rows=1) as (rank0, session):  # which has no limit, and keeps nothing for one
         for number in range(limit + 1):
             stamp_ns = received_ns + number

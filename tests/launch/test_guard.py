@@ -49,7 +49,8 @@ def guarded(*by: str) -> Iterator[subprocess.Popen[str]]:
     """The guard of rank 1 of four, which looks for a store that nobody serves."""
     ranks = {"WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     environment = environment_without_ranks() | ranks | {guard.RANK: "1"}
-    command = [*by, sys.executable, "-m", guard.__name__, "--config", str(CONFIG)]
+    heard = ["env", "--default-signal=HUP"]  # nohup may have started these tests
+    command = [*heard, *by, sys.executable, "-m", guard.__name__, "--config", str(CONFIG)]
     pipes: Any = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, env=environment, **pipes) as process:
         try:

@@ -65,12 +65,9 @@ def test_an_envelope_takes_few_system_calls(tmp_path: Path) -> None:
     assert sum(found.total() for found in calls.values()) <= CALLS_AN_ENVELOPE * ASKED, shown
 
 
-@pytest.mark.parametrize(("spin_ms", "sleeps"), [(0, True), (100, False)])
-def test_ranks_that_look_for_longer_than_envelopes_are_apart_do_not_sleep(
-    tmp_path: Path, spin_ms: int, *, sleeps: bool
-) -> None:
+def test_ranks_that_look_for_longer_than_envelopes_are_apart_do_not_sleep(tmp_path: Path) -> None:
     endpoint = f"unix://{tmp_path}/robots"
-    settings = (*rank_settings(endpoint, "serial", RATE_HZ, 60), f"pipeline.spin_ms={spin_ms}")
+    settings = (*rank_settings(endpoint, "serial", RATE_HZ, 60), "pipeline.spin_ms=100")
     with (
         Ranks(tmp_path, *settings, config=BENCH) as ranks,
         asking(endpoint) as robot,
@@ -80,7 +77,7 @@ def test_ranks_that_look_for_longer_than_envelopes_are_apart_do_not_sleep(
         assert ask(robot, WARM) == WARM, ranks.output()
         after = [process_counts.sleeps(rank.pid) for rank in ranks.processes]
     slept = [behind - ahead for ahead, behind in zip(before, after, strict=True)]
-    assert all((times > WARM) == sleeps for times in slept), slept
+    assert max(slept) < WARM, slept  # asleep: three and more an envelope
 
 
 @pytest.mark.skipif(bool(NO_INSTRUCTIONS), reason=NO_INSTRUCTIONS)

@@ -32,7 +32,7 @@ import torch
 from ppstream.control.watchdog import is_warm
 from ppstream.core.clock import NS_PER_MS, now_ns
 from ppstream.core.errors import ProtocolError
-from ppstream.core.realtime import end_timeouts_on_time
+from ppstream.core.realtime import timeouts_on_time
 from ppstream.cuda.device_clock import DeviceClock
 from ppstream.cuda.streams import stream
 from ppstream.links.device_link import may_await, most_queued
@@ -47,7 +47,7 @@ from ppstream.pipeline.policy_rank import PolicyRank
 from ppstream.policy.unwritten import failure
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from ppstream.config.schema import PipelineConfig
     from ppstream.control.peer import Peer
@@ -162,8 +162,13 @@ class DevicePolicyRank(PolicyRank):
         if isinstance(self.link, StampedHop):
             self._plans = self.link.stamped(self._plans)
         parts.waiter.register(self.peer.fileno())
-        if not self._ahead:  # then its envelopes do wait for this rank's host
-            end_timeouts_on_time()
+
+    def run(self, give_up: Callable[[], bool]) -> str:
+        """As ``PolicyRank``."""
+        if self._ahead:  # then no envelope waits for this rank's host
+            return super().run(give_up)
+        with timeouts_on_time():
+            return super().run(give_up)
 
     def prepare(self) -> None:
         """Run the policy on every slot, before anything waits: it loads, allocates, records."""
