@@ -35,9 +35,10 @@ if TYPE_CHECKING:
     from ppstream.pipeline.policy_rank_peer import PolicyRankPeer
     from ppstream.pipeline.replica_losses import ReplicaLosses
 
-#: Rank 0 looks so long for the result of a stage B that usually takes less: being woken takes each
-#: rank 20 us and more.
-LINGER_NS: Final = 500_000
+#: Rank 0 looks so long for the result of a stage B that usually takes less than the next: being
+#: woken takes each rank some 20 us.
+LINGER_NS: Final = 150_000
+SHORT_B_NS: Final = 200_000
 VAIN_MAX: Final = 8  # waits for input in a row that an executor remembers
 #: Envelopes in the system besides one at each policy rank: one thread can use no more
 #: (analysis/period_model.py).
@@ -392,7 +393,7 @@ class HostExecutor(OnHost):
     def _rest(self) -> None:
         super()._rest()
         self.check_policy_ranks()
-        if self._has_cpus and self._committed and self._loop.usual_b_ns < LINGER_NS:
+        if self._has_cpus and self._committed and self._loop.usual_b_ns < SHORT_B_NS:
             until_ns = now_ns() + LINGER_NS
             while not self._received and now_ns() < until_ns:
                 self.observe()
