@@ -239,15 +239,15 @@ class GatewaySession:
     def _samples(self, observation: Mapping[str, Any], received_ns: int) -> dict[str, Array]:
         """Raises NoAnswerError: rank 0 would refuse a sample, and nobody would learn why."""
         samples = self._map.samples(observation)
-        for name, times in self._recent.items():
-            if name not in samples:
-                continue
+        recent = {name: times for name, times in self._recent.items() if name in samples}
+        for name, times in recent.items():
             if len(times) == times.maxlen and received_ns - times[0] < NS_PER_S:
                 raise NoAnswerError(
                     f"{len(times)} observations came within a second, which is all that rank 0 "
                     f"takes of {name}; ask less often, or raise max_request_hz (rate_hz) of {name}",
                     "refused",
                 )
+        for times in recent.values():
             times.append(received_ns)
         return samples
 

@@ -89,6 +89,9 @@ def test_more_observations_than_rank_0_takes_in_a_second_are_refused_at_once_by_
             with pytest.raises(NoAnswerError, match=f"{limit} observations .* of imu; ask less"):
                 ask(observation(), received_ns + limit)
         assert "rate" not in rank0.rows[0].rings["imu"].ledger.dropped
+        for _ in range(3 * limit):  # which count towards no stream's limit
+            with pytest.raises(NoAnswerError, match="of imu"):
+                session.observe(observation(), received_ns + limit)
         session.observe(observation(), received_ns + NS_PER_S)
     with served(rows=1) as (rank0, session):  # which has no limit, and keeps nothing for one
         for number in range(limit + 1):
