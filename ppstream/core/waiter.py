@@ -26,6 +26,10 @@ class WaiterBell(Protocol):
 
     def fileno(self) -> int: ...
 
+    @property
+    def is_rung(self) -> bool:
+        """There is something, as far as can be seen without a system call."""
+
     def sleep(self) -> bool:
         """Ask to be woken; returns False when there is something already."""
 
@@ -110,6 +114,19 @@ class PythonWaiter:
         if self._wake_due:  # never unset unseen
             self.woken, self._wake_due = True, False
         return () if self.woken else rung or ready
+
+    def wait_awake(self, timeout_ns: int) -> Sequence[int]:
+        """As ``wait``; looks at the bells all the time, and at other descriptors in the end.
+
+        Without a bell it sleeps.
+        """
+        if not self._bells:
+            return self.wait(timeout_ns)
+        until_ns = now_ns() + timeout_ns
+        while not (self._wake_due or any(bell.is_rung for bell in self._bells)):
+            if now_ns() >= until_ns:
+                break
+        return self.wait(0)
 
     def wake(self) -> None:
         """End the present or next ``wait``; for any thread and signal handlers."""

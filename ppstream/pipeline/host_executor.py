@@ -279,6 +279,8 @@ class HostExecutor(OnHost):
     def _commit(self, flight: Flight) -> None:
         sent_ns = flight.sent_ns  # who receives may move it from now on
         self._committed.append(flight)
+        if self._has_cpus and not self._books_first:  # else another thread awaits it
+            self._keep_warm.sent_ns = sent_ns if len(self._committed) == 1 else None
         self._credits.commit(sent_ns)
 
     def finished(self) -> Flight | None:
@@ -339,6 +341,7 @@ class HostExecutor(OnHost):
             flight.record.tRecv = now_ns()
             owner = self._ranks[-1] if self._turns is None else self._owner(index)
             owner.peer.last_heard_ns = flight.record.tRecv  # a result is a sign of life
+            self._keep_warm.answered(flight.record.tRecv)
             self._credits.receive(flight.record.tRecv)
             self._hand_over(flight)
             if nvtx_ranges.on:

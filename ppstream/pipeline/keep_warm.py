@@ -1,8 +1,9 @@
-"""KeepWarm: a dry run before an envelope is expected, so that it finds its code in the caches.
+"""KeepWarm: a dry run before an envelope is expected, and a CPU that is awake for its result.
 
 After some milliseconds of other work the same call takes several times what it takes back to back,
-mostly for memory that left the caches; and a CPU that has slept long wakes late. A dry run reads
-the newest data, writes into memory of its own and accounts for nothing.
+mostly for memory that left the caches; and a CPU that has slept wakes late. A dry run reads the
+newest data, writes into memory of its own and accounts for nothing. When a result is about to come,
+rank 0 looks for it and does not sleep.
 """
 
 from __future__ import annotations
@@ -21,12 +22,14 @@ if TYPE_CHECKING:
     from ppstream.observe.log_writer import TimestampLog
 
 LONGEST_NS: Final = NS_PER_MS  # an envelope that comes early waits for a dry run that has begun
+EARLY_NS: Final = 150_000  # so long before a result is due it is looked for without a sleep
+LATE_NS: Final = 250_000  # and so long behind
 PAUSE_NS: Final = NS_PER_S
 GATHERED_NS: Final = 4 * NS_PER_MS  # what came so long before an envelope began came for it
 
 
 class KeepWarm:
-    """Sleeps, with a dry run before an envelope is expected; one thread.
+    """Sleeps, but for a dry run before an envelope and looks for its result; one thread.
 
     A dry run begins so early that it usually ends ``ahead_ns`` before: what the robot does then, on
     this CPU perhaps, finds it free. Bring-up is measured without. Dry runs end, and an event says
@@ -37,6 +40,10 @@ class KeepWarm:
         log: of this rank.
         get_ready: the dry run.
         ahead_ns: between its end and the envelope.
+
+    Attributes:
+        sent_ns: when the one envelope left that is under way; None: none is, or several are, or
+            its result is not to be looked for here.
     """
 
     def __init__(
@@ -48,6 +55,8 @@ class KeepWarm:
         self._rhythm = Rhythm()
         self._usual_ns = 0  # a mean that forgets
         self._paused_ns = 0  # until then none
+        self.sent_ns: int | None = None
+        self._usual_trip_ns = 0  # from there to its result; late ones hardly count
         self._came_ns: int | None = None  # when the first wait since an envelope was ended
 
     def began(self, at_ns: int) -> None:
@@ -56,6 +65,14 @@ class KeepWarm:
         if came_ns is not None and 0 <= at_ns - came_ns < GATHERED_NS:
             at_ns = came_ns
         self._rhythm.note(at_ns)
+
+    def answered(self, at_ns: int) -> None:
+        """The result of the envelope that left at ``sent_ns``, if it was the only one, is there."""
+        if self.sent_ns is not None:
+            usual_ns = self._usual_trip_ns
+            late_ns = at_ns - self.sent_ns - usual_ns
+            self._usual_trip_ns += min(late_ns, usual_ns >> 3) >> 3 if usual_ns else late_ns
+            self.sent_ns = None
 
     def wait(self, waiter: Waiter, limit_ns: int, phase: str) -> Sequence[int]:
         """As ``Waiter.wait``."""
@@ -69,6 +86,16 @@ class KeepWarm:
             return waiter.wait(max(0, limit_ns))
         now = now_ns()
         until_ns = now + limit_ns
+        if self.sent_ns is not None and self._usual_trip_ns and now >= self._paused_ns:
+            due_ns = self.sent_ns + self._usual_trip_ns
+            if now < due_ns + LATE_NS and due_ns - EARLY_NS < until_ns:
+                ready = waiter.wait(due_ns - EARLY_NS - now) if now < due_ns - EARLY_NS else ()
+                if ready or waiter.woken:
+                    return ready
+                ready = waiter.wait_awake(min(until_ns, due_ns + LATE_NS) - now_ns())
+                if ready or waiter.woken:
+                    return ready
+                now = now_ns()
         while (at_ns := self._next_ns(now)) is not None and at_ns < until_ns:
             ready = waiter.wait(at_ns - now)
             if ready or waiter.woken:

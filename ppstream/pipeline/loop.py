@@ -20,7 +20,8 @@ pause behind the envelope, since the robot may want that CPU to receive its chun
 than the work itself. So between two ranks of one host input rouses the policy rank before the
 window is cut, if input leads to envelopes as a rule; that one goes through what it is about to do
 without the policy, and looks for the envelope. Of a short stage B rank 0 awaits the result the same
-way. Each of these waits awake is shorter than 0.2 ms, and nothing is accounted for by a rehearsal.
+way, of a longer one about when it is due. Each of these waits awake takes 0.4 ms or less, and
+nothing is accounted for by a rehearsal.
 Where envelopes come at even distances (``core/rhythm.py``), both ranks (``keep_warm.py``) and the
 robot's client (``robot/rehearsal.py``) rehearse a millisecond or less before the next is expected.
 """

@@ -200,6 +200,10 @@ class SleepFlag:
         self._memory = mmap.mmap(-1, doorbell_bytes(1))
         self._bell = bell(self._memory, 1, os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC))
         waiter.register_bell(self._bell)
+        self.fd = self._bell.fileno()
+
+    def ring(self) -> None:
+        self._bell.ring(0, 1, 0)
 
     def is_set(self) -> bool:
         return bool(self._memory[SLEEPS * WORD_BYTES])
@@ -213,6 +217,64 @@ def flag(waiter: PythonWaiter) -> Iterator[SleepFlag]:
     flag = SleepFlag(waiter)
     yield flag
     flag.close()
+
+
+def is_readable(fd: int) -> bool:
+    return bool(select.select([fd], [], [], 0)[0])
+
+
+@pytest.mark.parametrize("kind", ["poll", "compiled"], indirect=True)
+def test_a_wait_awake_sees_a_bell_that_rings_for_nobody_who_sleeps(
+    kind: type[PythonWaiter], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waiter = kind()
+    flag, looks = SleepFlag(waiter), list[int]()
+
+    def rings_at_the_third_look() -> int:
+        looks.append(now_ns())
+        if len(looks) == 3:
+            flag.ring()
+        return looks[-1]
+
+    monkeypatch.setattr(ppstream.core.waiter, "now_ns", rings_at_the_third_look)
+    assert waiter.wait_awake(LONG_NS) == [flag.fd]
+    assert len(looks) < 10  # one in the loop, and those of a wait that only looks
+    assert not is_readable(flag.fd)
+    flag.close()
+    waiter.close()
+
+
+def test_a_wait_awake_ends_with_its_time_or_a_wake_and_looks_at_all_then(
+    kind: type[PythonWaiter],
+) -> None:
+    waiter = kind()
+    flag, (here, there) = SleepFlag(waiter), socket.socketpair()
+    waiter.register(here.fileno())
+    sleeps, began_ns = resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw, now_ns()
+    assert not waiter.wait_awake(20 * NS_PER_MS)
+    assert now_ns() - began_ns >= 20 * NS_PER_MS
+    assert resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw == sleeps
+    assert not waiter.woken
+    there.send(b"1")
+    assert waiter.wait_awake(NS_PER_MS) == [here.fileno()]
+    began_ns = now_ns()
+    waiter.wake()
+    assert not waiter.wait_awake(LONG_NS)
+    assert waiter.woken
+    assert now_ns() - began_ns < NS_PER_S
+    for end in (here, there, flag, waiter):
+        end.close()
+
+
+def test_without_a_bell_a_wait_awake_is_a_wait(kind: type[PythonWaiter]) -> None:
+    waiter, (here, there) = kind(), socket.socketpair()
+    waiter.register(here.fileno())
+    threading.Timer(0.01, there.send, [b"1"]).start()
+    began_ns = now_ns()
+    assert waiter.wait_awake(LONG_NS) == [here.fileno()]
+    assert now_ns() - began_ns < NS_PER_S
+    for end in (here, there, waiter):
+        end.close()
 
 
 @contextmanager

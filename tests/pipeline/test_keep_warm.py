@@ -10,7 +10,14 @@ from pipeline_in_process import NewestValues, PipelineInProcess, small_config
 from ppstream.core.clock import NS_PER_MS, NS_PER_S, now_ns
 from ppstream.core.rhythm import AHEAD_NS
 from ppstream.core.waiter import Waiter
-from ppstream.pipeline.keep_warm import GATHERED_NS, LONGEST_NS, PAUSE_NS, KeepWarm
+from ppstream.pipeline.keep_warm import (
+    EARLY_NS,
+    GATHERED_NS,
+    LATE_NS,
+    LONGEST_NS,
+    PAUSE_NS,
+    KeepWarm,
+)
 
 
 class Events:
@@ -75,6 +82,7 @@ class Coming:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_ns, self.late_ns = 10**12, 0
+        self.awake: list[tuple[int, int]] = []  # spans of waits that did not sleep
         monkeypatch.setattr("ppstream.pipeline.keep_warm.now_ns", lambda: self.now_ns)
 
     def wait(self, limit_ns: int) -> list[int]:
@@ -82,6 +90,12 @@ class Coming:
         self.now_ns += min(limit_ns, self.late_ns)
         self.late_ns -= min(limit_ns, self.late_ns)
         return [7] if is_there else []
+
+    def wait_awake(self, limit_ns: int) -> list[int]:
+        began_ns = self.now_ns
+        found = self.wait(limit_ns)
+        self.awake.append((began_ns, self.now_ns))
+        return found
 
 
 @pytest.mark.parametrize(
@@ -129,6 +143,110 @@ def test_a_dry_run_begins_so_early_that_it_ends_in_time(monkeypatch: pytest.Monk
         warm.began(coming.now_ns)
     assert len(ends_ns) > 50
     assert coming.now_ns - ends_ns[-1] == pytest.approx(AHEAD_NS, rel=0.1)
+
+
+def with_one_on_its_way(coming: Coming, took_ms: float, dry_run_ms: float = 0) -> KeepWarm:
+    """Results take ``took_ms``; one envelope has just left, and a dry run took ``dry_run_ms``."""
+
+    def get_ready() -> None:
+        coming.now_ns += 1 + round(dry_run_ms * NS_PER_MS)
+
+    waiter: Any = coming
+    warm, _ = ready_for_one(get_ready)
+    for _ in range(3):
+        warm.sent_ns = coming.now_ns
+        warm.answered(coming.now_ns + round(took_ms * NS_PER_MS))
+    coming.late_ns = 10**12
+    in_step(warm, coming.now_ns + 2 * NS_PER_MS, 60 * NS_PER_MS)
+    warm.wait(waiter, 3 * NS_PER_MS, "ready")
+    in_step(warm, coming.now_ns + 50 * NS_PER_MS, 60 * NS_PER_MS)
+    warm.sent_ns = coming.now_ns
+    return warm
+
+
+@pytest.mark.parametrize("took_ms", [0.1, 5])
+def test_a_result_is_awaited_awake_about_when_it_is_due(
+    monkeypatch: pytest.MonkeyPatch, took_ms: float
+) -> None:
+    coming = Coming(monkeypatch)
+    waiter: Any = coming
+    warm, began_ns = with_one_on_its_way(coming, took_ms), coming.now_ns
+    assert not warm.wait(waiter, 20 * NS_PER_MS, "ready")
+    due_ns = began_ns + round(took_ms * NS_PER_MS)
+    assert coming.awake == [(max(began_ns, due_ns - EARLY_NS), due_ns + LATE_NS)]
+    assert coming.now_ns == began_ns + 20 * NS_PER_MS
+    assert not warm.wait(waiter, 2 * NS_PER_MS, "ready")
+    assert len(coming.awake) == 1  # so late it may take any time
+
+
+@pytest.mark.parametrize("case", ["none", "in bring-up", "dry runs take long", "not yet"])
+def test_of_no_result_that_is_due_soon_the_wait_sleeps(
+    monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    coming = Coming(monkeypatch)
+    waiter: Any = coming
+    warm = with_one_on_its_way(coming, 5, dry_run_ms=16 if case == "dry runs take long" else 0)
+    if case == "none":
+        warm.sent_ns = None
+    limit_ms = 4 if case == "not yet" else 20
+    warm.wait(waiter, limit_ms * NS_PER_MS, "bring-up" if case == "in bring-up" else "ready")
+    assert not coming.awake
+
+
+def test_a_result_that_was_late_hardly_counts_and_a_slower_policy_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    coming = Coming(monkeypatch)
+    waiter: Any = coming
+    warm = with_one_on_its_way(coming, 5)
+    warm.answered(coming.now_ns + 500 * NS_PER_MS)
+
+    def due_ms() -> float:
+        warm.sent_ns, began_ns = coming.now_ns, coming.now_ns
+        in_step(warm, coming.now_ns + 150 * NS_PER_MS, 160 * NS_PER_MS)
+        warm.wait(waiter, 100 * NS_PER_MS, "ready")
+        return (coming.awake.pop()[0] + EARLY_NS - began_ns) / NS_PER_MS
+
+    assert due_ms() == pytest.approx(5, rel=0.05)
+    for _ in range(200):
+        warm.sent_ns = coming.now_ns
+        warm.answered(coming.now_ns + 40 * NS_PER_MS)
+    assert due_ms() == pytest.approx(40, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("more", "cpus", "is_awaited"),
+    [
+        ("pipeline.d_in=1", {0, 1}, True),
+        ("pipeline.d_in=1", {0}, False),
+        ("pipeline.d_in=2", {0, 1}, False),
+        ("pipeline.d_in=1 pipeline.threads=split", {0, 1}, False),
+    ],
+    ids=["alone", "the policy rank's CPU", "several under way", "another thread receives"],
+)
+def test_rank_0_looks_for_the_result_of_a_lone_envelope_beside_the_policy_rank(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    more: str,
+    cpus: set[int],
+    *,
+    is_awaited: bool,
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: cpus)
+    monkeypatch.setattr("ppstream.pipeline.host_executor.thread_cpus", lambda _: {"r1": [0]})
+    looked_for, answered = list[bool](), KeepWarm.answered
+
+    def note(warm: KeepWarm, at_ns: int) -> None:
+        looked_for.append(warm.sent_ns is not None)
+        answered(warm, at_ns)
+
+    monkeypatch.setattr(KeepWarm, "answered", note)
+    config = small_config("simulate.a_ms=0", "simulate.c_ms=0", *more.split())
+    policy = NewestValues(lambda _: time.sleep(0.01))  # the next is there before its result
+    with PipelineInProcess(config, policy, tmp_path) as pipeline:
+        pipeline.saturate()
+        pipeline.rank0.run(5)
+    assert looked_for == [is_awaited] * 5
 
 
 def test_what_comes_before_an_expected_envelope_ends_the_wait_without_a_dry_run(
