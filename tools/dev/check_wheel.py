@@ -31,7 +31,7 @@ LAUNCHER_GRACE_S: Final = 40  # it gives its ranks 35
 TWO_RANKS: Final = (
     *("run", "my-arm.toml"),
     *("--set", "service.duration_s=0.2", "--set", "service.endpoint=none"),
-    *("--set", "bringup.envelopes=150"),
+    *("--set", "bringup.envelopes=400"),
 )
 ROBOT_SIDE: Final = """
 import sys
