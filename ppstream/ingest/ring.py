@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from ppstream.config.schema import StreamConfig
     from ppstream.native.core import Line
     from ppstream.recording.items import RowTap
-    from ppstream.wire.sealed_memory import SealedMessage
+    from ppstream.wire.message_memory import LargeMessage
 
 FLOAT32_MAX: Final = float(np.finfo(np.float32).max)
 _INT64: Final = np.dtype(np.int64)
@@ -177,7 +177,7 @@ class SensorRing(native.Ring):
             rx_ns,
         )
 
-    def append_frame(self, stamp: bytes, frame: SealedMessage, offset: int, rx_ns: int) -> int:
+    def append_frame(self, stamp: bytes, frame: LargeMessage, offset: int, rx_ns: int) -> int:
         """As ``append_message``, of one frame of a camera that lies at ``offset`` of ``frame``.
 
         A good frame is copied from there to its place, and nowhere else.
@@ -202,7 +202,7 @@ class SensorRing(native.Ring):
             return self._append_some(stamps, values, rx_ns)
         return self.append(stamps, values, rx_ns)
 
-    def _frame(self, frame: SealedMessage, offset: int) -> NDArray[Any]:
+    def _frame(self, frame: LargeMessage, offset: int) -> NDArray[Any]:
         values = np.empty((1, self._dim), self._dtype)
         frame.read_into(values.reshape(-1).data, offset)
         return values

@@ -457,8 +457,7 @@ class RobotClient:
             feedback.await_ready()
         state_due_ns = self._send_state(link, now)
         self._send_batches(link, self._outbox.pop_due(now), now)
-        ask_due_ns = self._rehearsal.turn(now, link.prepare)
-        link.prepares_in_waits = ask_due_ns is None
+        ask_due_ns = self._rehearsal.turn(now)
         dues = (self._outbox.due_ns, state_due_ns, reports_due_ns, ask_due_ns)
         return min((due for due in dues if due is not None), default=None)
 

@@ -92,7 +92,6 @@ class RobotLink:
         self.failure: str | None = None
         self._cause: BaseException | None = None
         self.is_closing = False
-        self.prepares_in_waits = True  # memory for the next frames; False: somebody does it later
         self._clock = clock
         self.directory: FleetDirectory | None = None  # of a fleet: names another server
         self._trying_ns: int | None = None  # since when a session is asked for at this endpoint
@@ -230,8 +229,6 @@ class RobotLink:
 
     def _put_off_turn(self) -> None:
         """A guest begins to wait: the link's thread sends what is due between two answers."""
-        if self.prepares_in_waits:
-            self.prepare()
         now = now_ns()
         if now - self._turned_ns < TURN_LATE_NS:
             self._turn_ns = now + SLICE_NS
@@ -307,7 +304,6 @@ class RobotLink:
         """A socket that wakes this link's thread."""
         made = connect_client(endpoint, keys)
         made.wake = self.wake
-        self.prepare = made.prepare
         self._gate.register(made.fd, select.EPOLLIN)
         self._arrivals.register(made.fd, select.POLLIN)
         self._is_gated = unix_path(endpoint) is not None  # ZeroMQ tells not all by its descriptor

@@ -2,8 +2,7 @@
 
 Robots that ask at a rate of their own leave code and data alone for so long that the first call of
 each function takes several times what it takes back to back. The client's thread goes through the
-newest ask once more, while the caller sleeps: nothing is sent, merged or counted. Memory for frames
-as large as those that were sent is got ready, too.
+newest ask once more, while the caller sleeps: nothing is sent, merged or counted.
 """
 
 from __future__ import annotations
@@ -17,8 +16,6 @@ from ppstream.wire.fields import encoder
 from ppstream.wire.robot_messages import ActionChunk, Samples, to_robot
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from ppstream.robot.session import RobotSession
     from ppstream.robot.timeline import ActionTimeline
 
@@ -40,8 +37,8 @@ class AskRehearsal:
         self.newest: ActionChunk | None = None
         self.asked = self._asks.append  # told when samples left
 
-    def turn(self, now: int, prepare: Callable[[], None]) -> int | None:
-        """Rehearses if that is due, also what ``prepare`` does; returns when it is due next."""
+    def turn(self, now: int) -> int | None:
+        """Rehearses if that is due; returns when it is due next."""
         while self._asks:
             try:
                 asked_ns = self._asks.popleft()
@@ -49,7 +46,6 @@ class AskRehearsal:
                 break
             self._rhythm.note(asked_ns)
         if self._due_ns is not None and 0 <= now - self._due_ns < AHEAD_NS:
-            prepare()
             self._run()
         self._due_ns = self._rhythm.ready_ns(now, AHEAD_NS)
         return self._due_ns

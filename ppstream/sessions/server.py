@@ -40,6 +40,7 @@ from ppstream.sessions.table import (
 from ppstream.sessions.waiting import WaitingList
 from ppstream.wire.fields import DECODE_ERRORS, MAX_DETAILS, encoder
 from ppstream.wire.keys import server_keys
+from ppstream.wire.message_memory import LargeMessage
 from ppstream.wire.message_socket import Frame
 from ppstream.wire.robot_messages import (
     NO_BYTES,
@@ -55,7 +56,6 @@ from ppstream.wire.robot_messages import (
     ToRobot,
     from_robot,
 )
-from ppstream.wire.sealed_memory import SealedMessage
 from ppstream.wire.transports import bind_server
 
 if TYPE_CHECKING:
@@ -252,7 +252,7 @@ class Sessions:
             return 0
         try:
             if (
-                type(frame.message) is SealedMessage
+                type(frame.message) is LargeMessage
                 and session is not None
                 and (found := session.frame_in(frame.message))
             ):
@@ -308,7 +308,7 @@ class Sessions:
             return 0
         return stream.ring.append_message(message.stamps, message.values, now_ns)
 
-    def _frame(self, session: Session, frame: RawFrame, message: SealedMessage, now_ns: int) -> int:
+    def _frame(self, session: Session, frame: RawFrame, message: LargeMessage, now_ns: int) -> int:
         """One frame of a camera, which is read into its place in the ring."""
         session.heard_ns = now_ns
         stream, stamp, offset = frame

@@ -20,8 +20,8 @@ from ppstream.wire.robot_messages import Samples, in_parts
 if TYPE_CHECKING:
     from ppstream.ingest.ring import SensorRing
     from ppstream.ingest.rows import RowInput
+    from ppstream.wire.message_memory import LargeMessage
     from ppstream.wire.robot_messages import Hello, Prefix
-    from ppstream.wire.sealed_memory import SealedMessage
 
 RAW: Final = "raw"
 ANY_STAMP: Final = b"\xff" * 8  # no session's id has so many of these bytes
@@ -57,7 +57,7 @@ class OffsetEstimate:
 
 
 class RawFrame(NamedTuple):
-    """A raw frame of a camera in sealed memory."""
+    """A raw frame of a camera in its sender's memory."""
 
     stream: SessionStream
     stamp: bytes  # int64, of the robot's clock
@@ -96,7 +96,7 @@ class SessionStream:
             before, _, behind = head.partition(ANY_STAMP)
             self._around_stamp = before, behind
 
-    def frame_in(self, message: SealedMessage) -> RawFrame | None:
+    def frame_in(self, message: LargeMessage) -> RawFrame | None:
         """The raw frame of this stream that ``message`` is; None: it is another message."""
         before, behind = self._around_stamp
         size = len(before) + len(ANY_STAMP) + len(behind)
@@ -142,7 +142,7 @@ class Session:
         self.row.robot = self.hello.robot
         self.row.session_epoch = self.episode  # a robot may reset while it waits for *ready*
 
-    def frame_in(self, message: SealedMessage) -> RawFrame | None:
+    def frame_in(self, message: LargeMessage) -> RawFrame | None:
         """The raw frame that ``message`` is; None: it is another message."""
         frames = (stream.frame_in(message) for stream in self.streams)
         return next((frame for frame in frames if frame is not None), None)

@@ -24,25 +24,34 @@ class Closer:
     def __init__(self) -> None:
         self._fds: SimpleQueue[int] = SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._is_over = False
 
     def close(self, fd: int) -> None:
-        """Have ``fd`` closed soon; never waits."""
+        """Have ``fd`` closed soon; waits only behind ``end``."""
+        if self._is_over:
+            _close(fd)
+            return
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="ppstream-close", daemon=True)
             self._thread.start()
         self._fds.put(fd)
 
     def end(self) -> None:
-        """Nothing more will come; what is there is still closed."""
+        """Nobody minds waiting any more; what is there is still closed."""
+        self._is_over = True
         if self._thread is not None:
             self._fds.put(END)
 
     def _run(self) -> None:
         while (fd := self._fds.get()) != END:
-            with suppress(OSError):
-                _forbid_linger(fd)
-            with suppress(OSError):  # its file system has something to say; it is closed
-                os.close(fd)
+            _close(fd)
+
+
+def _close(fd: int) -> None:
+    with suppress(OSError):
+        _forbid_linger(fd)
+    with suppress(OSError):  # its file system has something to say; it is closed
+        os.close(fd)
 
 
 def _forbid_linger(fd: int) -> None:

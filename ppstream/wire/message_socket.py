@@ -11,7 +11,7 @@ from typing import Final, Protocol, TypeAlias
 
 import msgspec
 
-from ppstream.wire.sealed_memory import SealedMessage
+from ppstream.wire.message_memory import LargeMessage
 
 MAX_FRAME_BYTES: Final = 4 * 1024 * 1024  # a larger one loses its sender the connection
 MAX_DRAIN: Final = 256  # frames taken by one drain; about 1 ms
@@ -20,7 +20,7 @@ COPIED_BYTES: Final = 1 << 16  # a copy of 1 MiB takes 0.1 to 1 ms, and may be o
 #: As it was read: its bytes, none at the end of a connection; descriptors; ``msg_flags``.
 Packet: TypeAlias = tuple[bytes, tuple[int, ...], int]
 NO_TAIL: Final = memoryview(b"")
-Message: TypeAlias = bytes | memoryview | SealedMessage
+Message: TypeAlias = bytes | memoryview | LargeMessage
 
 
 class Frame(msgspec.Struct, frozen=True):
@@ -31,13 +31,13 @@ class Frame(msgspec.Struct, frozen=True):
 
     @property
     def body(self) -> bytes | memoryview:
-        """Its bytes, where they arrived.
+        """Its bytes: where they arrived, or a copy of what lies in its sender's memory.
 
         Raises:
-            ProtocolError: they lie in sealed memory that cannot be mapped.
+            ProtocolError: that cannot be read.
         """
         message = self.message
-        return message.mapped() if isinstance(message, SealedMessage) else message
+        return message.head(len(message)) if isinstance(message, LargeMessage) else message
 
 
 class PacketSource(Protocol):
@@ -69,15 +69,11 @@ class MessageSocket(Protocol):
     has_more: bool
 
     def send(self, body: bytes, peer: bytes = b"", tail: memoryview = NO_TAIL) -> bool:
-        """Hand over one message, ``body`` and ``tail`` as one; never waits.
+        """Hand over one message, ``body`` and ``tail`` as one; never waits, and keeps neither.
 
         Returns:
             False when nobody is there, or what waits for the receiver is as much as may.
         """
-        ...
-
-    def prepare(self) -> None:
-        """Get ready what messages as large as those that were sent since will need; never waits."""
         ...
 
     def drain(self, limit: int = MAX_DRAIN) -> list[Frame]:

@@ -1,7 +1,7 @@
 """UnixServer and UnixClient: messages between processes of one host, by the thread that asks.
 
 One packet of a UNIX socket (SOCK_SEQPACKET) is one message. A message that the socket does not take
-lies in sealed memory (``sealed_memory.py``); its packet, the *carrier*, brings the descriptor.
+lies in memory that its sender shares (``message_memory.py``); a packet, the *carrier*, says where.
 What waits for a receiver is bounded by the kernel, which charges it to the sender (SO_SNDBUF).
 A server closes what strangers chose on another thread (``closing.py``).
 """
@@ -28,6 +28,13 @@ from typing import Any, Final
 from ppstream.core.errors import ConfigError, ProtocolError
 from ppstream.wire.closing import Closer
 from ppstream.wire.endpoints import OWN_MODE, SHARED_MODE, folder_problem, unix_path
+from ppstream.wire.message_memory import (
+    CARRIER_BYTES,
+    MAGIC,
+    LargeMessage,
+    OwnMemory,
+    PeerMemory,
+)
 from ppstream.wire.message_socket import (
     MAX_DRAIN,
     MAX_DRAIN_BYTES,
@@ -38,12 +45,8 @@ from ppstream.wire.message_socket import (
     Packet,
     PacketSource,
 )
-from ppstream.wire.sealed_memory import SealedMessage, SpareMemory
 
 PACKET_BYTES_MAX: Final = 32 * 1024  # in one packet; SO_SNDBUF has room for six, or 50 carriers
-#: Bytes of a carrier: the message's length, then zeros, so that SO_SNDBUF has room for about 50.
-CARRIER_BYTES: Final = 3072
-LENGTH: Final = struct.Struct("<Q")
 BACKLOG: Final = 128  # connections not accepted yet
 LOOKS_MAX: Final = 2  # for readable connections, in one drain
 READY_MAX: Final = 64  # connections that the kernel names at once
@@ -54,6 +57,24 @@ TOO_LARGE: Final = (errno.EMSGSIZE, errno.ENOBUFS)  # for this socket's buffer, 
 #: Room for as many descriptors as a packet may bring: the kernel would close others here and now.
 ALL_FDS: Final = socket.CMSG_LEN(253 * struct.calcsize("i"))  # SCM_MAX_FD
 CREDENTIALS: Final = struct.Struct("iII")  # pid, uid, gid: struct ucred of SO_PEERCRED
+
+
+class _Connection:
+    """One connection: the name of its other end, and the memory that each of them shares."""
+
+    __slots__ = ("own", "peer", "socket", "theirs")
+
+    def __init__(self, peer: bytes, made: socket.socket) -> None:
+        self.peer = peer
+        self.socket = made
+        self.own: OwnMemory | None = None
+        self.theirs: PeerMemory | None = None
+
+    def end(self) -> None:
+        """No message is sent or received any more; the socket is somebody else's to close."""
+        self.theirs = None
+        if self.own is not None:
+            self.own.close()
 
 
 class _UnixSocket(ABC):
@@ -71,79 +92,51 @@ class _UnixSocket(ABC):
         self._view = memoryview(self._buffer)
         self._lock = threading.Lock()  # held to send, and to make or close a connection
         self._closed = False
-        self._spares = SpareMemory()
         self._epoll = select.epoll()  # one descriptor to poll, whatever connections there are
         self.fd = self._epoll.fileno()
 
     def send(self, body: bytes, peer: bytes = b"", tail: memoryview = NO_TAIL) -> bool:
         """As ``MessageSocket``."""
-        if tail is NO_TAIL and len(body) <= PACKET_BYTES_MAX:  # usually, and in one call less
-            with self._lock:
-                connection = None if self._closed else self._connection(peer)
-                if connection is None:
-                    return False
-                try:
-                    connection.send(body)
-                except OSError as failed:
-                    if failed.errno not in TOO_LARGE:
-                        return False
-                else:
-                    return True
-        elif len(body) + tail.nbytes <= PACKET_BYTES_MAX:
-            error = self._send(peer, body, tail)
-            if error not in TOO_LARGE:
-                return not error
-        try:
-            fd = self._spares.sealed(body, tail)
-        except OSError:  # neither memory nor a descriptor is left
-            return False
-        try:
-            carrier = LENGTH.pack(len(body) + tail.nbytes).ljust(CARRIER_BYTES, b"\0")
-            return not self._send(peer, carrier, NO_TAIL, fd)
-        finally:
-            os.close(fd)
-
-    def prepare(self) -> None:
-        """As ``MessageSocket``."""
-        if not self._closed:
-            self._spares.prepare()
-
-    @abstractmethod
-    def _connection(self, peer: bytes) -> socket.socket | None:
-        """Returns what leads to ``peer``; None: nobody is there. The lock is held."""
-
-    def _send(self, peer: bytes, body: bytes, tail: memoryview, fd: int | None = None) -> int:
-        """Send one packet; returns the error's number, 0 for none."""
         with self._lock:
             connection = None if self._closed else self._connection(peer)
             if connection is None:
-                return errno.ENOTCONN
+                return False
             try:
-                if fd is not None:
-                    socket.send_fds(connection, (body,), (fd,))
-                elif tail.nbytes:
-                    connection.sendmsg((body, tail))
-                else:
-                    connection.send(body)
-            except OSError as error:
-                return error.errno or errno.EIO
-        return 0
+                if tail is NO_TAIL and len(body) <= PACKET_BYTES_MAX:
+                    connection.socket.send(body)
+                    return True
+                if len(body) + tail.nbytes <= PACKET_BYTES_MAX:
+                    connection.socket.sendmsg((body, tail))
+                    return True
+            except OSError as failed:
+                if failed.errno not in TOO_LARGE:
+                    return False
+            try:
+                if connection.own is None:
+                    connection.own = OwnMemory()
+                return connection.own.send(connection.socket, (body, tail))
+            except OSError:  # what waits fills the buffer, or no memory or descriptor is left
+                return False
 
-    def _receive(self, connection: socket.socket) -> Message | None:
+    @abstractmethod
+    def _connection(self, peer: bytes) -> _Connection | None:
+        """Returns what leads to ``peer``; None: nobody is there. The lock is held."""
+
+    def _receive(self, connection: _Connection) -> Message | None:
         """The next message; None: there is none now, or it was malformed.
 
         Raises:
             EOFError: the other side left, or sent more than it may.
         """
         try:
-            size, control, flags, _ = connection.recvmsg_into(
+            size, control, flags, _ = connection.socket.recvmsg_into(
                 self._buffers, ALL_FDS, socket.MSG_CMSG_CLOEXEC
             )
         except (BlockingIOError, ConnectionResetError):
             return None  # reset: it left without having read all; what it sent comes next
         except OSError as error:
             raise EOFError from error
-        if size and not control and not flags & CUT:
+        if size and size != CARRIER_BYTES and not control and not flags & CUT:
             return bytes(self._view[:size])
         fds = [
             fd
@@ -151,16 +144,22 @@ class _UnixSocket(ABC):
             if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS)
             for (fd,) in struct.iter_unpack("i", data)
         ]
-        return self._message(self._view[:size], fds, flags)
+        return self._message(connection, bytes(self._view[:size]), fds, flags)
 
-    def _message(self, packet: bytes | memoryview, fds: list[int], flags: int) -> Message | None:
+    def _message(
+        self, connection: _Connection, packet: bytes, fds: list[int], flags: int
+    ) -> Message | None:
         """The message of a packet, as ``_receive``; other descriptors than its own are closed."""
         try:
             if flags & CUT_BYTES or not packet:
                 raise EOFError
-            if not fds and not flags & CUT_FDS:
-                return bytes(packet)
-            return self._carried(packet, fds, is_cut=bool(flags & CUT_FDS))
+            if flags & CUT_FDS:
+                raise ProtocolError("descriptors for which there is no room")
+            if len(packet) == CARRIER_BYTES and packet.startswith(MAGIC):
+                return self._carried(connection, packet, fds)
+            if fds:
+                raise ProtocolError("a message with descriptors")
+            return packet
         except ProtocolError:
             self.malformed += 1
             return None
@@ -168,21 +167,21 @@ class _UnixSocket(ABC):
             for fd in fds:
                 self._close_fd(fd)
 
-    def _carried(self, packet: bytes | memoryview, fds: list[int], *, is_cut: bool) -> Message:
-        """The message whose descriptor a carrier brought; a large one takes that from ``fds``.
+    def _carried(
+        self, connection: _Connection, carrier: bytes, fds: list[int]
+    ) -> bytes | LargeMessage:
+        """The message that a carrier tells of; a descriptor of new memory is taken from ``fds``.
 
         Raises:
-            ProtocolError: it is no carrier, or its memory could change or end while it is read.
+            ProtocolError: it is not there.
             EOFError: more than the other side may send.
         """
-        if is_cut or len(packet) != CARRIER_BYTES or len(fds) != 1:
-            raise ProtocolError("unexpected descriptors, or a message without its descriptor")
-        (length,) = LENGTH.unpack_from(packet)
-        if length > self._frame_bytes_max:
-            raise EOFError
-        message = SealedMessage(fds[0], length)
-        fds.clear()
-        return message if length > PACKET_BYTES_MAX else message.head(length)
+        if len(fds) == 1:
+            connection.theirs = PeerMemory(fds[0], self._close_fd)
+            fds.clear()
+        if fds or connection.theirs is None:
+            raise ProtocolError("a message without its memory, or with several")
+        return connection.theirs.message(carrier, self._frame_bytes_max)
 
 
 class UnixServer(_UnixSocket):
@@ -207,11 +206,12 @@ class UnixServer(_UnixSocket):
         self._closer = Closer()
         self._close_fd = self._closer.close
         self._uids = {*allowed_uids} or {os.geteuid()}
-        self._connections_max = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        self._connections_max = limit // 4  # each may bring a memory: half are left to others
         self._refused: Counter[str] = Counter()
         self._names = count(1)  # no connection gets the name of another
-        self._by_peer: dict[bytes, socket.socket] = {}
-        self._by_fd: dict[int, tuple[bytes, socket.socket]] = {}
+        self._by_peer: dict[bytes, _Connection] = {}
+        self._by_fd: dict[int, _Connection] = {}
         self._turn: deque[int] = deque()  # readable descriptors that were not read yet
         self._epoll.register(self._listener_fd, select.EPOLLIN)
 
@@ -237,14 +237,14 @@ class UnixServer(_UnixSocket):
             if fd == self._listener_fd:
                 self._accept()
                 continue
-            peer, connection = self._by_fd[fd]
+            connection = self._by_fd[fd]
             try:
                 message = self._receive(connection)
             except EOFError:
                 self._part(fd)
                 continue
             if message is not None:
-                frames.append(Frame(peer, message))
+                frames.append(Frame(connection.peer, message))
                 if looks != 1:  # most have one message: another look is less than a read in vain
                     self._turn.append(fd)  # until it has none left
                 left -= len(message)
@@ -256,24 +256,24 @@ class UnixServer(_UnixSocket):
     def packets_of(self, peer: bytes) -> PacketSource | None:
         """As ``MessageSocket``."""
         connection = self._by_peer.get(peer)
-        return None if self._closed or connection is None else _Packets(self, peer, connection)
+        return None if self._closed or connection is None else _Packets(self, connection)
 
-    def messages(self, peer: bytes, packets: Sequence[Packet]) -> list[Frame]:
-        """As ``PacketSource``, of ``peer``."""
+    def messages(self, connection: _Connection, packets: Sequence[Packet]) -> list[Frame]:
+        """As ``PacketSource``, of ``connection``."""
         frames: list[Frame] = []
         is_over = False
         for data, fds, flags in packets:
             try:
-                message = self._message(b"" if is_over else data, [*fds], flags)
+                message = self._message(connection, b"" if is_over else data, [*fds], flags)
             except EOFError:
                 is_over = True
                 continue
             if message is not None:
-                frames.append(Frame(peer, message))
-        if is_over and (connection := self._by_peer.get(peer)) is not None:
+                frames.append(Frame(connection.peer, message))
+        if is_over and connection.peer in self._by_peer:
             with suppress(ValueError):
-                self._turn.remove(connection.fileno())
-            self._part(connection.fileno())
+                self._turn.remove(connection.socket.fileno())
+            self._part(connection.socket.fileno())
         return frames
 
     def refused(self) -> dict[str, int]:
@@ -288,63 +288,63 @@ class UnixServer(_UnixSocket):
             if self._closed:
                 return
             self._closed = True
-            self._spares.close()
             self._epoll.close()
-            for _, connection in self._by_fd.values():
-                connection.close()
+            for connection in self._by_fd.values():
+                connection.end()
+                connection.socket.close()
             self._closer.end()
             self._listener.close()
         with suppress(OSError):
             if _identity(self._path) == self._file:  # not of a server that came after
                 self._path.unlink()
 
-    def _connection(self, peer: bytes) -> socket.socket | None:
+    def _connection(self, peer: bytes) -> _Connection | None:
         return self._by_peer.get(peer)
 
     def _accept(self) -> None:
         try:
-            connection, _ = self._listener.accept()
+            made, _ = self._listener.accept()
         except BlockingIOError:
             return
         except OSError:  # no descriptor is left: look again in about a second
             self._refused["accept"] += 1
             self._epoll.modify(self._listener_fd, 0)
             return
-        found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
+        found = made.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
         if CREDENTIALS.unpack(found)[1] not in self._uids:
             self._refused["uid"] += 1
-            self._close_fd(connection.detach())
+            self._close_fd(made.detach())
         elif len(self._by_fd) >= self._connections_max:
             self._refused["accept"] += 1
-            self._close_fd(connection.detach())
+            self._close_fd(made.detach())
         else:
-            connection.settimeout(0)
+            made.settimeout(0)
             peer = next(self._names).to_bytes(8, "little")
             with self._lock:
-                self._by_peer[peer] = connection
-                self._by_fd[connection.fileno()] = peer, connection
-            self._epoll.register(connection.fileno(), select.EPOLLIN)
+                self._by_peer[peer] = self._by_fd[made.fileno()] = _Connection(peer, made)
+            self._epoll.register(made.fileno(), select.EPOLLIN)
 
     def _part(self, fd: int) -> None:
         """Close a connection whose peer has left."""
-        peer, connection = self._by_fd[fd]
+        connection = self._by_fd[fd]
         self._refused["closed"] += 1
         with self._lock:
-            del self._by_fd[fd], self._by_peer[peer]
+            del self._by_fd[fd], self._by_peer[connection.peer]
             self._epoll.unregister(fd)
-            self._close_fd(connection.detach())  # what it has not read goes with it
+            connection.end()
+            self._close_fd(connection.socket.detach())  # what it has not read goes with it
 
 
 class _Packets:
     """One connection of a server, as ``PacketSource``."""
 
-    def __init__(self, server: UnixServer, peer: bytes, connection: socket.socket) -> None:
-        self._server, self._peer = server, peer
-        self.fileno = connection.fileno
+    def __init__(self, server: UnixServer, connection: _Connection) -> None:
+        self._server, self._connection = server, connection
+        self.fileno = connection.socket.fileno
 
     def messages(self, packets: Sequence[Packet]) -> list[Frame]:
         """As ``PacketSource``."""
-        return self._server.messages(self._peer, packets)
+        return self._server.messages(self._connection, packets)
 
 
 class UnixClient(_UnixSocket):
@@ -353,7 +353,7 @@ class UnixClient(_UnixSocket):
     def __init__(self, endpoint: str) -> None:
         self._path = unix_path(endpoint) or ""
         super().__init__(f"unix://{self._path}", MAX_FRAME_BYTES)
-        self._server: socket.socket | None = None
+        self._server: _Connection | None = None
 
     def drain(self, limit: int = MAX_DRAIN) -> list[Frame]:
         """As ``MessageSocket``."""
@@ -388,17 +388,10 @@ class UnixClient(_UnixSocket):
         with self._lock:
             if not self._closed:
                 self._closed = True
-                self._spares.close()
                 self._leave()
                 self._epoll.close()
 
-    def _carried(
-        self, packet: bytes | memoryview, fds: list[int], *, is_cut: bool
-    ) -> bytes | memoryview:
-        message = super()._carried(packet, fds, is_cut=is_cut)
-        return message.mapped() if isinstance(message, SealedMessage) else message
-
-    def _connection(self, peer: bytes) -> socket.socket | None:
+    def _connection(self, peer: bytes) -> _Connection | None:
         """The connection; a new one when there is none. The lock is held."""
         if self._server is None:
             made = seqpacket()
@@ -408,15 +401,16 @@ class UnixClient(_UnixSocket):
                 made.close()
                 return None
             self._epoll.register(made.fileno(), select.EPOLLIN)
-            self._server = made
+            self._server = _Connection(b"", made)
         return self._server
 
     def _leave(self) -> None:
         """Close the connection, if there is one; the lock is held."""
         if self._server is not None:
             with suppress(FileNotFoundError):  # a process that was forked has done so, too
-                self._epoll.unregister(self._server.fileno())
-            self._server.close()
+                self._epoll.unregister(self._server.socket.fileno())
+            self._server.end()
+            self._server.socket.close()
             self._server = None
 
 

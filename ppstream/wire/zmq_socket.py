@@ -111,9 +111,6 @@ class SharedSocket:
         self.wake()  # the limit ended it, and the edge is spent
         return frames
 
-    def prepare(self) -> None:
-        """As ``MessageSocket``: ZeroMQ has memory of its own."""
-
     def packets_of(self, peer: bytes) -> None:
         """As ``MessageSocket``: ZeroMQ has frames."""
 

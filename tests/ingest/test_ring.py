@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
@@ -8,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from memory_rig import Wire
 from stream_cases import MS, Input, at_ms, config, held, ramp, stream
 from twin_rows import numbers_of, state_of
 
@@ -17,7 +20,6 @@ from ppstream.core.errors import ProtocolError
 from ppstream.ingest.ring import RingBank, SensorRing
 from ppstream.ingest.rows import RowInput
 from ppstream.ingest.stamp_filter import BACKLOG_NS, FUTURE_LIMIT_NS, StampFilter
-from ppstream.wire.sealed_memory import SealedMessage, SpareMemory
 
 RX = 123 * MS
 
@@ -281,7 +283,7 @@ class Tap:
     ),
     is_tapped=st.booleans(),
 )
-def test_a_frame_of_sealed_memory_is_judged_and_kept_as_any_other(
+def test_a_frame_in_its_senders_memory_is_judged_and_kept_as_any_other(
     arrivals: list[tuple[int, int]], is_tapped: bool
 ) -> None:
     image = ImageConfig(height=2, width=3)
@@ -293,18 +295,30 @@ def test_a_frame_of_sealed_memory_is_judged_and_kept_as_any_other(
     for row, tap in zip(rows, taps, strict=True):
         row.open(7)
         row.reference.tap = tap if is_tapped else None  # type: ignore[assignment]
-    stamp_ns, rx_ns, memory = 10**12, 10**12, SpareMemory()
-    for number, (step_ms, pause_ms) in enumerate(arrivals):
-        stamp_ns, rx_ns = stamp_ns + step_ms * MS, rx_ns + pause_ms * MS
-        stamp, pixels = stamp_ns.to_bytes(8, "little", signed=True), bytes([number] * 18)
-        sent = SealedMessage(memory.sealed(b"head", memoryview(pixels)), 4 + 18)
-        taken = rings[0].append_frame(stamp, sent, 4, rx_ns)
-        assert taken == rings[1].append_message(memoryview(stamp), memoryview(pixels), rx_ns)
+    stamp_ns, rx_ns = 10**12, 10**12
+    with Wire() as wire:
+        for number, (step_ms, pause_ms) in enumerate(arrivals):
+            stamp_ns, rx_ns = stamp_ns + step_ms * MS, rx_ns + pause_ms * MS
+            stamp, pixels = stamp_ns.to_bytes(8, "little", signed=True), bytes([number] * 18)
+            sent = wire.message(pixels, head=b"head")
+            taken = rings[0].append_frame(stamp, sent, 4, rx_ns)
+            assert taken == rings[1].append_message(memoryview(stamp), memoryview(pixels), rx_ns)
     states = [state_of(row, bank) for row, bank in zip(rows, banks, strict=True)]
     assert states[0] == states[1]
     assert taps[0].told == taps[1].told
     for ring in rings:
         ring.check()
+
+
+@contextmanager
+def unreadable(fd: int) -> Iterator[None]:
+    """Meanwhile reading fails, as of a page that was lost."""
+    kept, written = os.dup(fd), os.open(f"/proc/self/fd/{fd}", os.O_WRONLY)
+    os.dup2(written, fd)
+    yield
+    os.dup2(kept, fd)
+    os.close(kept)
+    os.close(written)
 
 
 @pytest.mark.parametrize("frames", [2, 4])
@@ -313,20 +327,18 @@ def test_a_frame_that_cannot_be_read_leaves_no_half_of_it_and_counts_balance(fra
     camera = msgspec.structs.replace(stream("front"), dim=18, dtype="uint8", image=image)
     row = RowInput({"front": RingBank(camera, 1, 4)}, 0, "front")
     row.open(7)
-    ring, memory = row.reference, SpareMemory()
-    for number in range(frames + 2):
-        fd = memory.sealed(b"head", memoryview(bytes(18)))
-        sent = SealedMessage(fd, 4 + 18)
-        stamp, rx_ns = (10**12 + number * 33 * MS).to_bytes(8, "little"), 10**12 + number * 33 * MS
-        if number != frames:
-            assert ring.append_frame(stamp, sent, 4, rx_ns) == 1
-            continue
-        written = os.open(f"/proc/self/fd/{fd}", os.O_WRONLY)
-        os.dup2(written, fd)
-        os.close(written)
-        with pytest.raises(ProtocolError):
-            ring.append_frame(stamp, sent, 4, rx_ns)
-        assert ring.count == 0  # the oldest frame's place may be half written
-        ring.check()
+    ring = row.reference
+    with Wire() as wire:
+        for number in range(frames + 2):
+            sent = wire.message(bytes(18), head=b"head")
+            rx_ns = 10**12 + number * 33 * MS
+            stamp = rx_ns.to_bytes(8, "little")
+            if number != frames:
+                assert ring.append_frame(stamp, sent, 4, rx_ns) == 1
+                continue
+            with unreadable(wire.fd), pytest.raises(ProtocolError):
+                ring.append_frame(stamp, sent, 4, rx_ns)
+            assert ring.count == 0  # the oldest frame's place may be half written
+            ring.check()
     assert (ring.count, ring.ledger.received) == (1, frames + 1)
     ring.check()

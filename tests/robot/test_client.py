@@ -40,11 +40,9 @@ from ppstream.robot.connection import RobotLink
 from ppstream.robot.control_loop import ControlLoop
 from ppstream.robot.feedback import Feedback
 from ppstream.robot.outbox import Outbox
-from ppstream.robot.rehearsal import AskRehearsal
 from ppstream.robot.session import RobotSession
 from ppstream.wire.fields import MAX_PUSH_BYTES
 from ppstream.wire.robot_messages import ActionChunk, ChunkReport, Prefix, RobotState, Samples
-from ppstream.wire.unix_socket import UnixClient
 
 pytestmark = pytest.mark.usefixtures("either_socket")
 
@@ -672,26 +670,6 @@ def test_an_observation_is_asked_for_its_chunk_on_the_callers_thread() -> None:
         assert client.push("joints", now_ns(), [1, 2, 3])  # its own thread reads again
         wait_until(lambda: client.timeline.statistics().received == 21)
         wait_until(lambda: threads[-1] is not threading.current_thread())
-
-
-@pytest.mark.parametrize("is_later", [True, False])
-def test_a_wait_gets_memory_ready_for_the_next_frames_unless_that_is_done_later(
-    monkeypatch: pytest.MonkeyPatch, *, is_later: bool
-) -> None:
-    due_ns = now_ns() + 60 * NS_PER_S if is_later else None
-    monkeypatch.setattr(AskRehearsal, "turn", lambda *_: due_ns)
-    prepared: list[object] = []
-    monkeypatch.setattr(UnixClient, "prepare", lambda link: prepared.append(link))
-    with (
-        serving(make_config(), answers=True) as server,
-        make_client(server.sessions.endpoint) as client,
-    ):
-        client.connect()
-        assert client.wait_ready(10)
-        for _ in range(3):
-            client.ask(BOTH, 5.0)
-        is_here = server.sessions.endpoint.startswith("unix://")
-    assert len(prepared) == 3 * (is_here and not is_later)
 
 
 def test_several_threads_may_ask_and_each_gets_its_own() -> None:

@@ -35,13 +35,9 @@ class Rig:
         self.session = CountingSession("robot", outbox.declarations, ("x", "y"))
         self.timeline = ActionTimeline(2)
         self.rehearsal = AskRehearsal(self.session, self.timeline)
-        self.prepared = 0
-
-    def prepare(self) -> None:
-        self.prepared += 1
 
     def turn(self, now: int) -> int | None:
-        return self.rehearsal.turn(now, self.prepare)
+        return self.rehearsal.turn(now)
 
     def ask(self, *at_ns: int) -> None:
         for at in at_ns:
@@ -60,9 +56,9 @@ def rig() -> Rig:
 def test_shortly_before_the_next_ask_one_is_gone_through_and_nothing_changes(rig: Rig) -> None:
     before = dataclasses.asdict(rig.timeline.statistics())
     assert rig.turn(DUE_NS - STEP // 2) == DUE_NS
-    assert (rig.session.asked, rig.prepared) == (0, 0)
+    assert rig.session.asked == 0
     assert rig.turn(DUE_NS + 1) == DUE_NS + STEP
-    assert (rig.session.asked, rig.prepared) == (1, 1)
+    assert rig.session.asked == 1
     assert dataclasses.asdict(rig.timeline.statistics()) == before
     assert rig.timeline.pop_outcomes(BEGIN) == []
 
@@ -71,7 +67,7 @@ def test_shortly_before_the_next_ask_one_is_gone_through_and_nothing_changes(rig
 def test_a_turn_that_comes_too_late_for_it_does_without(rig: Rig, late_ns: int) -> None:
     rig.turn(DUE_NS - STEP // 2)
     rig.turn(DUE_NS + late_ns)
-    assert (rig.session.asked, rig.prepared) == (0, 0)
+    assert rig.session.asked == 0
 
 
 def test_before_a_chunk_has_come_and_of_asks_out_of_step_there_is_none(rig: Rig) -> None:

@@ -42,11 +42,9 @@ from ppstream.core.errors import PeerLostError, ProtocolError
 from ppstream.wire import rank_messages
 from ppstream.wire.fields import encoder
 from ppstream.wire.keys import ServerKeys
+from ppstream.wire.message_memory import CARRIER, CARRIER_BYTES, MAGIC, SEALS
 from ppstream.wire.message_socket import MessageSocket
-from ppstream.wire.sealed_memory import SEALS
 from ppstream.wire.transports import bind_server, connect_client
-from ppstream.wire.unix_socket import CARRIER_BYTES
-from ppstream.wire.unix_socket import LENGTH as LENGTH_OF_MEMORY
 
 FRAMES: Final = 1_000_000
 CONNECTIONS: Final = 2_000
@@ -208,8 +206,8 @@ def fuzz_packets(packets: int, seed: int) -> dict[str, int]:
                     for _ in range(min(100, packets - counts["sent"])):
                         counts["sent"] += 1
                         _send_packet(rng, raw)
-                        counts["frames"] += len(server.drain())
-            counts["frames"] += len(server.drain())
+                        counts["frames"] += _read(server)
+            counts["frames"] += _read(server)
         client = connect_client(server.endpoint)
         deadline = time.monotonic() + HANG_S
         while not client.send(b"still there?") or not server.drain():
@@ -221,6 +219,14 @@ def fuzz_packets(packets: int, seed: int) -> dict[str, int]:
         counts.update(server.refused())
         server.close()
     return dict(counts)
+
+
+def _read(server: MessageSocket) -> int:
+    frames = server.drain()
+    for frame in frames:
+        with suppress(ProtocolError):
+            len(frame.body)
+    return len(frames)
 
 
 def _send_packet(rng: random.Random, raw: socket.socket) -> None:
@@ -236,7 +242,9 @@ def _send_packet(rng: random.Random, raw: socket.socket) -> None:
 
 def _carrier(rng: random.Random, size: int) -> bytes:
     found = rng.choice((size, size, size, size + 1, 0, 1 << 31, (1 << 64) - 1))
-    return LENGTH_OF_MEMORY.pack(found).ljust(rng.choice((CARRIER_BYTES, CARRIER_BYTES, 8)), b"\0")
+    at = rng.choice((0, 0, 0, 1, size, (1 << 64) - 1))
+    length = rng.choice((CARRIER_BYTES, CARRIER_BYTES, CARRIER_BYTES, 8))
+    return CARRIER.pack(MAGIC, at, found, rng.randrange(1 << 64)).ljust(length, b"\0")
 
 
 def _memory(rng: random.Random, size: int) -> int:
