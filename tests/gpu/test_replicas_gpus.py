@@ -103,12 +103,13 @@ def test_one_rank_that_cuts_its_windows_on_the_gpu_gives_the_twin_s_actions(twin
 @pytest.mark.parametrize("link", ["peer", "pinned"])
 def test_envelopes_go_to_the_replicas_in_turn_and_all_drain(link, tmp_path):
     patient = "service.duration_s=none", "actions.lease_ms=2000"  # as served runs have it
-    with Ranks(tmp_path, *SLOW, *placed(3, link), *patient, world_size=4) as run:
+    settings = (*SLOW, *placed(3, link), *patient, "bringup.envelopes=300")
+    with Ranks(tmp_path, *settings, world_size=4) as run:
         run.wait_for_event("phase", LIMIT_S, phase="ready")
         run.processes[0].terminate()
         assert run.wait(20) == [0] * 4, run.output()
         lines = [line for line in run.lines(0) if line["kind"] == "envelope"]
-        assert len(lines) > 30  # of bring-up
+        assert len(lines) > 100  # of bring-up
         assert not Counter(line["drop"] for line in lines if line.get("drop"))
         assert lines[0]["replica"] == 1
         assert all(b["replica"] == a["replica"] % 3 + 1 for a, b in pairwise(lines))
