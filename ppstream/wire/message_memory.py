@@ -6,8 +6,8 @@ bytes how far it has read, and only what is read is written over, so the same fe
 frame: none is allocated, mapped or freed for a message. Both ends read and write by system calls,
 which no page that is missing can kill.
 
-A stranger may change its memory at any time. A receiver therefore looks at each byte once: it reads
-it to where it stays.
+A stranger may change its memory at any time. A receiver therefore decides by copies of its own, and
+reads what needs no decision, as pixels, straight to where it stays.
 """
 
 from __future__ import annotations
