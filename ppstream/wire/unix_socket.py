@@ -176,12 +176,15 @@ class _UnixSocket(ABC):
             ProtocolError: it is not there.
             EOFError: more than the other side may send.
         """
+        theirs = connection.theirs
         if len(fds) == 1:
-            connection.theirs = PeerMemory(fds[0], self._close_fd)
+            theirs = PeerMemory(fds[0], self._close_fd)
             fds.clear()
-        if fds or connection.theirs is None:
+        if fds or theirs is None:
             raise ProtocolError("a message without its memory, or with several")
-        return connection.theirs.message(carrier, self._frame_bytes_max)
+        message = theirs.message(carrier, self._frame_bytes_max)
+        connection.theirs = theirs
+        return message
 
 
 class UnixServer(_UnixSocket):

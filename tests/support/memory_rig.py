@@ -65,3 +65,12 @@ def memory(size: int = SIZE, *, seals: int = SEALS, written: int = SIZE) -> int:
     os.ftruncate(fd, size)
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
     return fd
+
+
+def reopened(flags: int) -> int:
+    """Memory by a descriptor that was opened anew."""
+    fd = memory()
+    try:
+        return os.open(f"/proc/self/fd/{fd}", flags)
+    finally:
+        os.close(fd)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 
 import pytest
-from memory_rig import LARGE, SIZE, Wire, memory
+from memory_rig import LARGE, SIZE, Wire, memory, reopened
 
 from ppstream.core.errors import ProtocolError
 from ppstream.wire import message_memory
@@ -181,14 +181,6 @@ def test_what_is_no_memory_of_a_fixed_size_is_refused_and_stays_the_callers(
     with pytest.raises(ProtocolError, match=problem):
         PeerMemory(fd, os.close)
     os.close(fd)
-
-
-def reopened(flags: int) -> int:
-    fd = memory()
-    try:
-        return os.open(f"/proc/self/fd/{fd}", flags)
-    finally:
-        os.close(fd)
 
 
 @pytest.mark.parametrize(
