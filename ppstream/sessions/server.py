@@ -152,11 +152,13 @@ class Sessions:
             if is_over:
                 return taken
         self._look_ns = now_ns + LOOK_NS
-        until_ns = self._clock() + DRAIN_NS
+        begun_ns, rx_ns = self._clock(), now_ns
         while frames := self._socket.drain(DRAIN_FRAMES):
-            for frame in frames:
-                taken += self._handle(frame, now_ns)
-            if not self._socket.has_more or self._clock() >= until_ns:
+            taken += sum(self._handle(frame, rx_ns) for frame in frames)
+            if not (self._socket.has_more or _took_long(frames)):
+                break
+            rx_ns = now_ns + self._clock() - begun_ns
+            if rx_ns >= now_ns + DRAIN_NS:
                 break
         taken += self.requests.drain()
         if self._socket.malformed:
@@ -211,19 +213,29 @@ class Sessions:
     def _take_from(self, alone: _Alone, now_ns: int) -> tuple[int, bool]:
         """Take what a lone robot has sent, up to some frames of which one is no plain sample.
 
-        Nothing limits how much that robot may send (``table.py``).
+        Nothing limits how much that robot may send (``table.py``); behind ``DRAIN_NS`` it waits.
 
         Returns:
             How many samples; True: something was there, and woke this rank as far as is known.
         """
         session, source, lines = alone
-        taken, frames, others = native.receive(source.fileno(), lines, now_ns, LONE_FRAMES)
-        if frames:
-            session.heard_ns = now_ns
-            self._counts.frames_handled += frames
-        if others:
-            taken += sum(self._handle(frame, now_ns) for frame in source.messages(others))
-        return taken, bool(frames or others)
+        taken, is_over = 0, False
+        begun_ns, rx_ns = self._clock(), now_ns
+        while rx_ns < now_ns + DRAIN_NS:
+            more, frames, others = native.receive(source.fileno(), lines, rx_ns, LONE_FRAMES)
+            taken += more
+            if frames:
+                session.heard_ns = rx_ns
+                self._counts.frames_handled += frames
+            is_over = is_over or bool(frames or others)
+            if not others:
+                break
+            found = source.messages(others)
+            taken += sum(self._handle(frame, rx_ns) for frame in found)
+            if self._alone is not alone or not _took_long(found):
+                break
+            rx_ns = now_ns + self._clock() - begun_ns
+        return taken, is_over
 
     def _find_alone(self, session: Session) -> _Alone | None:
         """Returns the robot that has the only row if it sends packets, and no encoded stream."""
@@ -427,3 +439,8 @@ class Sessions:
 
     def _drop(self, reason: str) -> None:
         self._counts.frames_dropped[reason] += 1
+
+
+def _took_long(frames: Sequence[Frame]) -> bool:
+    """True when more may have come while these were read: to look costs less than a wait."""
+    return any(type(frame.message) is LargeMessage for frame in frames)

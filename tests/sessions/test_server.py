@@ -15,13 +15,15 @@ from robot_rig import MS, make_chunk, make_config, wait_until
 from session_desk import STREAMS, Desk, hello, open_desk, samples
 
 from ppstream.config.schema import ImageConfig, PipelineConfig, RobotLimits, StreamConfig
-from ppstream.core.clock import NS_PER_S
+from ppstream.core.clock import NS_PER_MS, NS_PER_S
 from ppstream.core.errors import ConfigError
+from ppstream.ingest.stamp_filter import NEVER_NS
 from ppstream.sessions.contract import description
 from ppstream.sessions.server import Sessions
 from ppstream.sessions.table import SILENCE_NS
 from ppstream.wire import robot_messages as m
 from ppstream.wire.fields import MAX_DETAILS, WIRE_MAJOR, WIRE_MINOR, encoder
+from ppstream.wire.message_memory import LargeMessage
 from ppstream.wire.message_socket import MessageSocket
 
 pytestmark = pytest.mark.usefixtures("either_socket")
@@ -369,13 +371,13 @@ def test_ten_thousand_fuzzed_frames_are_counted_while_another_robot_is_served() 
 SIDE = 128  # of frames that are larger than a packet
 
 
-def config_with_cameras() -> PipelineConfig:
+def config_with_cameras(rows: int = 2) -> PipelineConfig:
     image = ImageConfig(height=SIDE, width=SIDE)
     cameras = [
         StreamConfig(name=name, dim=SIDE * SIDE * 3, rate_hz=30.0, dtype="uint8", image=image)
         for name in ("left", "right")
     ]
-    config = make_config(rows=2)
+    config = make_config(rows=rows)
     return msgspec.structs.replace(config, streams=(*config.streams, *cameras))
 
 
@@ -427,6 +429,36 @@ def test_large_frames_are_judged_as_small_ones(desk_with_cameras: Desk) -> None:
     assert desk.send(other, frames(session, 9)) == 0
     assert sessions.statistics().frames_dropped == {"stream": 1, "stranger": 2}
     assert (ring.count, ring.newest_ns) == (3, 8)
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("took_ns", [NS_PER_MS // 3, NS_PER_MS])
+def test_what_comes_while_a_large_frame_is_read_is_taken_behind_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: int, took_ns: int
+) -> None:
+    monkeypatch.setattr("robot_rig.default_endpoint", f"unix://{tmp_path}/own")
+    clock_ns = 0
+    with open_desk(config=config_with_cameras(rows), clock=lambda: clock_ns) as desk:
+        robot = desk.robot()
+        session = admit_with_cameras(desk, robot)
+        rings = [desk.rows[0].rings[name] for name in ("left", "right")]
+        next_one = [encoder.encode(frames(session, 8))]
+        read_into = LargeMessage.read_into
+
+        def read_slowly(message: LargeMessage, into: memoryview, offset: int) -> None:
+            nonlocal clock_ns
+            read_into(message, into, offset)
+            clock_ns += took_ns
+            if next_one:
+                assert robot.send(next_one.pop())
+
+        monkeypatch.setattr(LargeMessage, "read_into", read_slowly)
+        assert robot.send(encoder.encode(frames(session, 7, stream=2)))
+        is_over = took_ns >= NS_PER_MS  # others wait, too
+        assert desk.sessions.drain(desk.now_ns) == (1 if is_over else 2)
+        received_ns = [desk.now_ns, NEVER_NS if is_over else desk.now_ns + took_ns]
+        assert [ring.newest_rx_ns for ring in rings] == received_ns
+        assert desk.sessions.drain(desk.now_ns) == (1 if is_over else 0)
 
 
 @pytest.mark.parametrize("call", ["pread", "preadv"])

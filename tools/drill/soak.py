@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any, Final
@@ -28,7 +29,8 @@ from drill.recovering import HOUR_S, RECOVERING
 from drill.scene import Failed, Scene, started
 from real_runs import ending_cleanly, environment
 
-from ppstream.core.clock import NS_PER_S, now_ns
+from ppstream.core.clock import NS_PER_MS, NS_PER_S, now_ns
+from ppstream.core.cpus import MachineMeter
 
 SAMPLE_S: Final = 5.0
 CALM_S: Final = (2.0, 5.0)
@@ -111,11 +113,13 @@ def _run(scene: Scene, soak: Soak, rng: random.Random) -> None:
         soak.calm_ns.append((began_ns, now_ns()))
         fault = rng.choice(faults)
         soak.faults[fault.name] = soak.faults.get(fault.name, 0) + 1
-        broken_s = time.monotonic() - start
+        broken_s, broken_ns = time.monotonic() - start, now_ns()
+        machine = MachineMeter(0)
         try:
             _break(scene, fault)
         except Failed as error:
-            soak.problems.append(f"{fault.name}, {broken_s:.1f} s from the start: {error}")
+            text = f"{fault.name}, {broken_s:.1f} s from the start: {error}"
+            soak.problems.append(f"{text}; {_witnesses(scene, broken_ns, machine)}")
             if any(code is not None for code in scene.codes()):
                 return
         moved = [tick.true_ms for tick in scene.ticks(began_ns) if tick.moved]
@@ -130,6 +134,22 @@ def _break(scene: Scene, fault: Recovering) -> None:
     finally:
         fault.undo(scene)
     scene.wait_moving(MOVES_S, now_ns())
+
+
+def _witnesses(scene: Scene, since_ns: int, machine: MachineMeter) -> str:
+    """Words what tells a fault of ours from a machine that stood still."""
+    ticks_ns = [tick.at_ns for tick in scene.ticks(since_ns)]
+    emits_ns = [line["tEmit"] for line in scene.lines() if line.get("tEmit", 0) >= since_ns]
+    gaps_ms = [
+        max((b - a for a, b in pairwise(instants_ns)), default=0) / NS_PER_MS
+        for instants_ns in (ticks_ns, emits_ns)
+    ]
+    stolen = machine.read().steal_share
+    share = "unknown" if stolen is None else f"{stolen:.0%}"
+    return (
+        f"ticks of the robot up to {gaps_ms[0]:.0f} ms apart, chunks of rank 0 {gaps_ms[1]:.0f}; "
+        f"stolen from the machine: {share}"
+    )
 
 
 def _sample_for(scene: Scene, soak: Soak, seconds: float) -> None:
