@@ -144,6 +144,10 @@ class ReceiverEndedError(PpstreamError):
     exit_code = ExitCode.INTERNAL
 
 
+class RateError(PpstreamError):
+    """A robot asks more often than rank 0 takes its samples; the message has limit and remedy."""
+
+
 class WatchdogError(PpstreamError):
     """Something made no progress within its limit; the message names it."""
 

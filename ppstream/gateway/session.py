@@ -8,7 +8,6 @@ they travel.
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Final, NamedTuple
 
@@ -21,11 +20,13 @@ from ppstream.core.errors import (
     PeerLostError,
     PpstreamError,
     ProtocolError,
+    RateError,
     SpecError,
 )
 from ppstream.gateway.key_map import Array, KeyMap
 from ppstream.robot.async_client import ask_on_loop
 from ppstream.robot.client import RobotClient
+from ppstream.robot.sample_rates import SampleRates
 from ppstream.wire.keys import ClientKeys, client_keys
 from ppstream.wire.robot_messages import ActionChunk, Conditioned
 
@@ -127,11 +128,10 @@ class GatewaySession:
         self._map = KeyMap(config, gateway)
         self._on_actions = on_actions
         self._in_thread = in_thread
-        self._recent = {  # when samples of each stream came, as many as may come in a second
-            stream.name: deque[int](maxlen=config.samples_per_second(stream))
-            for stream in config.streams
-            if config.batch.rows > 1  # else there is no limit
-        }
+        are_limited = config.streams if config.batch.rows > 1 else ()
+        self._rates = SampleRates(
+            {stream.name: config.samples_per_second(stream) for stream in are_limited}
+        )
         self._newest: ActionChunk | None = None
         self._taken: ActionChunk | None = None
         self._since_ns = 0  # observations before are of another prompt or episode
@@ -239,16 +239,10 @@ class GatewaySession:
     def _samples(self, observation: Mapping[str, Any], received_ns: int) -> dict[str, Array]:
         """Raises NoAnswerError: rank 0 would refuse a sample, and nobody would learn why."""
         samples = self._map.samples(observation)
-        recent = {name: times for name, times in self._recent.items() if name in samples}
-        for name, times in recent.items():
-            if len(times) == times.maxlen and received_ns - times[0] < NS_PER_S:
-                raise NoAnswerError(
-                    f"{len(times)} observations came within a second, which is all that rank 0 "
-                    f"takes of {name}; ask less often, or raise max_request_hz (rate_hz) of {name}",
-                    "refused",
-                )
-        for times in recent.values():
-            times.append(received_ns)
+        try:
+            self._rates.note(samples, received_ns)
+        except RateError as error:
+            raise NoAnswerError(str(error), "refused") from error
         return samples
 
     def _prompt_of(self, observation: Mapping[str, Any]) -> str | None:
@@ -300,6 +294,8 @@ class GatewaySession:
             raise NoAnswerError(f"{reason}; {self._limit()}", "timeout") from error
         except PeerLostError as error:
             raise NoAnswerError(str(error), "peer_lost") from error
+        except RateError as error:  # of those that were sent, not received, within a second
+            raise NoAnswerError(str(error), "refused") from error
         if answer.refusal is not None:
             age_ms = (now_ns() - answer.chunk.window_end_ns) / NS_PER_MS
             raise NoAnswerError(

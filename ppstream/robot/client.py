@@ -235,6 +235,7 @@ class RobotClient:
         Raises:
             TimeoutError: no such chunk came in time, or another ``ask`` or a callback took it.
             PeerLostError: rank 0 cannot receive samples now.
+            RateError: it takes no more of them in this second, as with several robots it may be.
             SpecError: as ``push``.
             PpstreamError: ``connect`` was not called, or this is a callback of the client.
             ReceiverEndedError: the receiving thread ended by an exception.
@@ -271,6 +272,7 @@ class RobotClient:
             if self._feedback.tells_prefix:  # who asks again at once: the policy is to know
                 self._feedback.send_merged(link.send, self._session)
             now, outbox = now_ns(), self._outbox
+            self._session.rates.note(samples, now)
             batches: list[Batch] = []
             for stream, values in samples.items():
                 batches += outbox.add(stream, stamp, values, now)

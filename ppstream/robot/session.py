@@ -14,6 +14,7 @@ import msgspec
 from ppstream.core.clock import NS_PER_MS, NS_PER_S
 from ppstream.core.durations import Durations
 from ppstream.core.errors import SpecError
+from ppstream.robot.sample_rates import SampleRates
 from ppstream.robot.statistics import Reconnecting
 from ppstream.wire.fields import MAX_NAME, WIRE_MAJOR, WIRE_MINOR, encoder
 from ppstream.wire.robot_messages import (
@@ -73,6 +74,7 @@ class RobotSession:
         self.phase = CONNECTING
         self.welcome: Welcome | None = None
         self.refused: Refused | None = None
+        self.rates = SampleRates({})  # of observations that are asked for
         self.opened = 0
         self._on_open = on_open
         self._attempts = 0  # since it holds no session
@@ -216,6 +218,8 @@ class RobotSession:
             return False
         self.session, self.session_epoch = welcome.session, 0
         self.welcome, self.refused = welcome, None
+        names = (stream.name for stream in self._hello.streams)
+        self.rates = SampleRates(dict(zip(names, welcome.samples_per_s, strict=False)))
         self.conditioned = None
         self.opened += 1
         logger.info("session %x is open, the run is %s", self.session, self.phase)

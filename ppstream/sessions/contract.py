@@ -80,11 +80,13 @@ def _stream(stream: StreamConfig) -> StreamDescription:
 
 
 def welcome(
-    config: PipelineConfig, robot: str, session: int, phase: str, silence_ns: int
+    config: PipelineConfig, hello: Hello, session: int, phase: str, silence_ns: int
 ) -> Welcome:
     """Makes the message that tells an admitted robot of the run."""
     actions = config.actions
-    own = actions.robots.get(robot, RobotLimits())
+    own = actions.robots.get(hello.robot, RobotLimits())
+    limits = {stream.name: config.samples_per_second(stream) for stream in config.streams}
+    is_limited = config.batch.rows > 1
     return Welcome(
         major=WIRE_MAJOR,
         minor=WIRE_MINOR,
@@ -99,4 +101,5 @@ def welcome(
         discrete=tuple(i for i, name in enumerate(actions.names) if name in actions.discrete),
         max_age_ns=round((actions.max_age_ms or 0) * NS_PER_MS),
         prefix_steps=actions.prefix_steps,
+        samples_per_s=tuple(limits[one.name] for one in hello.streams) if is_limited else (),
     )

@@ -418,8 +418,8 @@ class Sessions:
 
     def _welcome(self, session: Session) -> bool:
         """Tells a robot of its session; False: nobody is there any more."""
-        who = session.hello.robot, session.id
-        return self._send(session.peer, welcome(self._config, *who, self._phase, SILENCE_NS))
+        told = welcome(self._config, session.hello, session.id, self._phase, SILENCE_NS)
+        return self._send(session.peer, told)
 
     def _refuse(self, peer: bytes, reason: str, details: list[str]) -> None:
         self._counts.refused[reason] += 1

@@ -248,6 +248,8 @@ class Welcome(Message, frozen=True, tag=17):
     discrete: tuple[Id, ...] = ()  # actions that are switched: neither interpolated nor blended
     max_age_ns: Annotated[int, Meta(ge=0)] = 0  # no older action is executed; 0: the lease alone
     prefix_steps: Annotated[int, Meta(ge=0)] = 0  # above 0: send Prefix after each chunk
+    #: of each stream as declared, at most; empty: no limit
+    samples_per_s: tuple[Annotated[int, Meta(ge=1, le=2**53)], ...] = ()
 
 
 class Refused(Message, frozen=True, tag=18):

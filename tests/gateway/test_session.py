@@ -98,7 +98,21 @@ def test_more_observations_than_rank_0_takes_in_a_second_are_refused_at_once_by_
             stamp_ns = received_ns + number
             session.observe(observation(), stamp_ns)
             wait_until(lambda: rank0.rows[0].rings["imu"].newest_ns == stamp_ns)  # noqa: B023
-        assert vars(session)["_recent"] == {}
+        assert vars(session)["_rates"].per_s == {}
+
+
+def test_observations_that_waited_and_leave_within_a_second_are_refused_at_once_too() -> None:
+    with served(rows=2, timeout_ms=1.0) as (rank0, session):
+        limit = slow_config(rows=2).samples_per_second(slow_config().streams[1])
+        reasons: list[str] = []
+        while "refused" not in reasons and len(reasons) < 20 * limit:
+            received_ns = now_ns() - (20 * limit - len(reasons)) * NS_PER_S
+            with pytest.raises(NoAnswerError) as caught:
+                asyncio.run(session.answer(observation(), received_ns))
+            reasons.append(caught.value.reason)
+        assert {*reasons[:limit]} == {"timeout"}
+        assert reasons[-1] == "refused"
+        assert "rate" not in rank0.rows[0].rings["imu"].ledger.dropped
 
 
 def test_actions_whose_steps_are_all_past_are_refused_by_name() -> None:

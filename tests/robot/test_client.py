@@ -30,6 +30,7 @@ from ppstream.core.errors import (
     HandshakeError,
     PeerLostError,
     PpstreamError,
+    RateError,
     ReceiverEndedError,
     SpecError,
 )
@@ -720,6 +721,36 @@ def test_an_observation_that_nobody_answers_ends_in_time_and_the_client_goes_on(
             client.ask(BOTH, 0.05)
         assert client.push("joints", now_ns(), [1, 2, 3])
         wait_until(lambda: server.rows[0].rings["joints"].count == 2)
+
+
+def test_who_asks_more_often_than_rank_0_takes_is_told_before_it_refuses_anything() -> None:
+    config = make_config(rows=2)
+    slow = [msgspec.structs.replace(one, rate_hz=2.0, max_age_ms=100.0) for one in config.streams]
+    config = msgspec.structs.replace(config, streams=tuple(slow))
+    most, answers = config.samples_per_second(slow[1]), []
+    with (
+        serving(config, answers=True) as server,
+        make_client(server.sessions.endpoint) as client,
+    ):
+
+        def ask_at_once() -> None:
+            while len(answers) < 20 * most:  # unless the machine stands, it ends behind ``most``
+                answers.append(client.ask(BOTH, 60.0))
+
+        def is_taken() -> bool:
+            with suppress(RateError):
+                answers.append(client.ask(BOTH, 60.0))
+                return True
+            return False
+
+        client.connect()
+        assert client.wait_ready(10)
+        with pytest.raises(RateError, match=f"{most} observations .* second, .* of (joints|imu);"):
+            ask_at_once()
+        assert len(answers) >= most
+        wait_until(is_taken)
+        ledger = server.rows[0].rings["imu"].ledger
+        assert ("rate" in ledger.dropped, ledger.received) == (False, len(answers))
 
 
 def ended_by(client: Any, timeout_s: float) -> Callable[[], Exception | None]:

@@ -25,6 +25,7 @@ from ppstream.wire.fields import MAX_FAULT, WIRE_MINOR, encoder
 from ppstream.wire.transports import bind_server
 
 SESSION = 7
+ARM = m.Hello(1, WIRE_MINOR, "arm", (), ())
 
 
 class Robot:
@@ -41,7 +42,7 @@ class Robot:
 
     def open(self, session: int, minor: int = WIRE_MINOR) -> None:
         config = make_config()
-        answer = welcome(config, "arm", session, "ready", LEASE_NS)
+        answer = welcome(config, ARM, session, "ready", LEASE_NS)
         self.feedback.adopt(msgspec.structs.replace(answer, minor=minor))
 
     def send(self, message: Any) -> bool:
@@ -195,7 +196,7 @@ def test_a_server_that_does_not_know_the_message_is_not_sent_it(minor: int) -> N
             with pytest.raises(Exception, match="no answer"):
                 client.connect(0.05)
             wait_until(lambda: hear(m.Hello))
-            answer = welcome(make_config(), "arm", SESSION, "ready", 5000 * MS)
+            answer = welcome(make_config(), ARM, SESSION, "ready", 5000 * MS)
             answer = msgspec.structs.replace(answer, minor=minor)
             server.send(encoder.encode(answer), peers[0])
             wait_until(lambda: client.connected)

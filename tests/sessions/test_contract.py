@@ -3,10 +3,11 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+import pytest
 from robot_rig import ACTIONS, DT_NS, HORIZON, LEASE_NS, MS, make_config
 
 from ppstream.config.schema import ImageConfig, StreamConfig
-from ppstream.sessions.contract import description, rejection_reason
+from ppstream.sessions.contract import description, rejection_reason, welcome
 from ppstream.wire.fields import WIRE_MAJOR, WIRE_MINOR, encoder
 from ppstream.wire.robot_messages import (
     Described,
@@ -26,6 +27,14 @@ def hello(**changes: Any) -> Hello:
 
 def test_a_robot_that_declares_what_is_configured_is_not_refused() -> None:
     assert rejection_reason(make_config(), hello()) == (None, [])
+
+
+@pytest.mark.parametrize(("rows", "most"), [(1, ()), (2, (259, 502))])
+def test_a_robot_hears_how_much_of_each_of_its_streams_is_taken(
+    rows: int, most: tuple[int, ...]
+) -> None:
+    said = hello(streams=(IMU, JOINTS))
+    assert welcome(make_config(rows=rows), said, 7, "ready", 5).samples_per_s == most
 
 
 def test_a_refusal_has_a_line_for_each_difference() -> None:

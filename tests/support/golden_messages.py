@@ -73,7 +73,20 @@ FROM_ROBOT_1_2: Final[dict[str, Any]] = FROM_ROBOT_1_1 | {
 }
 TO_ROBOT_1_2: Final[dict[str, Any]] = TO_ROBOT_1_1 | {
     "welcome": m.Welcome(
-        1, 2, 7, "ready", 5 * 10**9, 10**8, 16, 10**7, (-1.0, 0.0), (1.0, 1.0), (1,), 6 * 10**7, 8
+        1,
+        2,
+        7,
+        "ready",
+        5 * 10**9,
+        10**8,
+        16,
+        10**7,
+        (-1.0, 0.0),
+        (1.0, 1.0),
+        (1,),
+        6 * 10**7,
+        8,
+        (502, 100),
     ),
     "described": m.Described(
         1,
