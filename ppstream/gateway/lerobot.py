@@ -193,7 +193,7 @@ class LerobotServer:
         request = self._requests.received(robot.name, now_ns())
         request.begin()
         status = grpc.StatusCode
-        if robot.is_reading:
+        if robot.is_busy:
             request.failed("busy")
             reason = "an observation of this robot is being read already"
             await self._refuse(robot, context, status.RESOURCE_EXHAUSTED, reason)
@@ -202,7 +202,9 @@ class LerobotServer:
             with robot.call():
                 whole = await self._whole(messages)
                 request.received_ns = now_ns()
-                await self._in_thread(self._observe, robot, whole, request)
+                observing = self._in_thread(self._observe, robot, whole, request)
+                robot.observing = asyncio.ensure_future(observing)
+                await asyncio.shield(robot.observing)
         except TimeoutError:
             request.failed("bad_request")
             reason = f"an observation that takes longer than {STREAM_LIMIT_S:g} s"

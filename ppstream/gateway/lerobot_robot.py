@@ -68,7 +68,8 @@ class ServedRobot:
         self.told_ns = 0
         self.pace = Pace()
         self.is_fast = False  # faster than the actions, and that is told
-        self.is_reading = False  # an observation
+        self.is_reading = False  # a call, an observation
+        self.observing: asyncio.Future[None] | None = None  # the newest, which outlives its call
         self.actions_max: int | None = None  # of a reply; None: all
         self._sent: dict[int, Observed] = {}  # by stamp
 
@@ -81,6 +82,11 @@ class ServedRobot:
         finally:
             self.calls -= 1
             self.called_ns = now_ns()
+
+    @property
+    def is_busy(self) -> bool:
+        """True while an observation is read, or taken in on a thread."""
+        return self.is_reading or (self.observing is not None and not self.observing.done())
 
     def is_silent(self, now: int, silence_s: float) -> bool:
         limit_s = min(silence_s, ASKS_WITHIN_S) if self.has_asked else silence_s

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from lerobot_rig import (
     instructed,
     observed,
     piece,
+    pieces,
     refused,
     robot_at,
     rows_of,
@@ -39,6 +40,7 @@ from robot_rig import Server, serving, wait_until
 
 from ppstream.config.load import read
 from ppstream.gateway import lerobot, lerobot_robot
+from ppstream.gateway.session import GatewaySession
 from ppstream.wire.lerobot import OBSERVATION, decode_instructions
 
 ESTABLISHED = "01"  # as /proc/net/tcp has it
@@ -341,6 +343,43 @@ def test_a_second_observation_of_a_robot_does_not_come_beside_the_first() -> Non
         assert found == [
             ("RESOURCE_EXHAUSTED", "an observation of this robot is being read already")
         ]
+
+
+def test_an_observation_whose_call_was_cancelled_is_taken_in_before_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    entered, held = threading.Event(), threading.Event()
+    observe = GatewaySession.observe
+
+    def slowly(session: GatewaySession, *of: Any) -> None:
+        entered.set()
+        assert held.wait(20)
+        observe(session, *of)
+
+    with lerobot_gated() as (_, gateway), robot_of(gateway) as robot:
+        robot.start()
+        monkeypatch.setattr(GatewaySession, "observe", slowly)
+        first = robot.observations_call.future(iter(pieces(observed())), timeout=20)
+        assert entered.wait(20)
+        first.cancel()
+        wait_until(lambda: not robot_in(gateway).calls)
+        try:
+            with pytest.raises(grpc.RpcError) as caught:
+                robot.send()
+            assert refused(caught.value) == (
+                "RESOURCE_EXHAUSTED",
+                "an observation of this robot is being read already",
+            )
+        finally:
+            held.set()
+
+        def is_taken() -> bool:
+            with suppress(grpc.RpcError):
+                robot.send()
+                return True
+            return False
+
+        wait_until(is_taken)
 
 
 def test_unknown_methods_and_services_are_refused() -> None:
