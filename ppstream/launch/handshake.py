@@ -387,7 +387,7 @@ def introduce(config: PipelineConfig, store: LauncherStore) -> tuple[Peer, Run]:
         raise HandshakeError("\n".join(answer.difference))
     if not isinstance(answer, RankWelcome):
         raise ProtocolError(f"expected Welcome from rank 0, got {type(answer).__name__}")
-    return peer, Run.joined(Path(answer.run_dir))
+    return peer, Run.joined(Path(answer.run_dir), config.log.keep)
 
 
 def connect_neighbours(

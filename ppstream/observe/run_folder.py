@@ -10,6 +10,7 @@ import fcntl
 import json
 import os
 import platform
+import re
 import secrets
 import shutil
 import sys
@@ -30,6 +31,7 @@ SCHEMA: Final = "ppstream.log/1"
 LAUNCHER_RUN: Final = "TORCHELASTIC_RUN_ID"  # of a rank that torchrun's agent has started
 ROBOT_STORY: Final = "robot.txt"  # what the embedded robot says at its end
 DIRECTORY_MODE: Final = 0o750
+RUN_NAME: Final = re.compile(r"\d{8}T\d{6}-[0-9a-f]{6}")
 LOCK_TRIES: Final = 50
 LOCK_PAUSE_S: Final = 0.02  # a process that holds it for longer is stopped
 
@@ -159,16 +161,22 @@ class Run:
         self.describe(finished_utc=utc_now(), exit_code=int(code))
 
     @classmethod
-    def joined(cls, directory: Path) -> Run:
-        """The run that rank 0 began; on another host its folder is made here, too.
+    def joined(cls, directory: Path, keep: int) -> Run:
+        """The run that rank 0 began.
+
+        On another host its folder is made here, too, and of those that were made so all but
+        ``keep`` are deleted.
 
         Raises:
             ConfigError: the folder cannot be made.
         """
         run = cls(directory)
         try:
+            is_elsewhere = not directory.exists()
             directory.mkdir(mode=DIRECTORY_MODE, parents=True, exist_ok=True)
             run.hold()
+            if is_elsewhere:
+                _delete_oldest(_joined_runs(directory.parent), keep)
         except OSError as error:
             raise _cannot_write(directory, error) from error
         return run
@@ -273,10 +281,21 @@ def _number(directory: Path) -> int:
     return number if isinstance(number, int) else 0
 
 
+def _joined_runs(root: Path) -> list[Path]:
+    """Folders of runs that rank 0 began on another host, by this one's clock oldest first."""
+    folders = [path for path in root.iterdir() if RUN_NAME.fullmatch(path.name)]
+    elsewhere = [path for path in folders if not (path / "run.json").exists()]
+    return sorted(elsewhere, key=lambda path: path.stat().st_mtime_ns)
+
+
 def _prune(root: Path, keep: int) -> None:
-    """Delete the oldest runs beyond ``keep``; those that go on, and ``latest``, are left alone."""
+    """Delete the oldest runs beyond ``keep``; ``latest`` is the newest."""
     latest = (root / "latest").resolve().name
-    runs = sorted(_runs(root), key=lambda run: run.name == latest)
+    _delete_oldest(sorted(_runs(root), key=lambda run: run.name == latest), keep)
+
+
+def _delete_oldest(runs: list[Path], keep: int) -> None:
+    """Delete the first ones beyond ``keep``; those that go on are left alone."""
     for old in runs[: max(0, len(runs) - keep)]:
         with suppress(OSError):  # another rank's prune was faster, or it is another user's
             folder = os.open(old, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

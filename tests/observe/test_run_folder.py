@@ -58,6 +58,21 @@ def names(root: Path) -> set[str]:
     return {path.name for path in root.iterdir() if not path.is_symlink()}
 
 
+def test_on_another_host_the_oldest_runs_are_deleted_too(tmp_path):
+    own = over(tmp_path)
+    (tmp_path / "notes").mkdir()
+    joined = []
+    for number in range(6):
+        run = Run.joined(tmp_path / f"2026010{9 - number}T000000-00000{number}", keep=3)
+        os.utime(run.directory, (number, number))  # rank 0's clock goes back, this one on
+        joined += [run]
+        Run.joined(run.directory, keep=1)  # another rank of this host: it is there already
+        if number != 1:  # which goes on
+            end(run)
+    kept = {run.run_id for run in (joined[1], *joined[3:])}
+    assert names(tmp_path) == {own.run_id, "notes"} | kept
+
+
 def test_only_the_newest_runs_are_kept(tmp_path):
     runs = [over(tmp_path, keep=3) for _ in range(6)]
     assert len(names(tmp_path)) == 4  # three old ones and the one just begun
@@ -95,7 +110,7 @@ HOLD = """
 import sys, time
 from pathlib import Path
 from ppstream.observe.run_folder import LAUNCHER_RUN, Run, launcher_identity
-Run.joined(Path(sys.argv[1]))
+Run.joined(Path(sys.argv[1]), 20)
 print("holds", flush=True)
 time.sleep(60)
 """
