@@ -9,6 +9,7 @@ and the last part of the calm. Ends with 1 when something grew, drifted, or did 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import random
 import sys
@@ -122,6 +123,7 @@ def _run(scene: Scene, soak: Soak, rng: random.Random) -> None:
             soak.problems.append(f"{text}; {_witnesses(scene, broken_ns, machine)}")
             if any(code is not None for code in scene.codes()):
                 return
+        gc.freeze()  # an hour of parsed lines takes half a second to look through: the cable stood
         moved = [tick.true_ms for tick in scene.ticks(began_ns) if tick.moved]
         soak.oldest_ms = max([soak.oldest_ms, *moved])
 
