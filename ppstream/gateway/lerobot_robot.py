@@ -68,8 +68,8 @@ class ServedRobot:
         self.told_ns = 0
         self.pace = Pace()
         self.is_fast = False  # faster than the actions, and that is told
-        self.is_reading = False  # a call, an observation
-        self.observing: asyncio.Future[None] | None = None  # the newest, which outlives its call
+        self.is_reading = False  # a call brings an observation
+        self.observing: asyncio.Future[None] | None = None  # it, which outlives its call
         self.actions_max: int | None = None  # of a reply; None: all
         self._sent: dict[int, Observed] = {}  # by stamp
 

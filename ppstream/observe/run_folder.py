@@ -175,10 +175,11 @@ class Run:
             is_elsewhere = not directory.exists()
             directory.mkdir(mode=DIRECTORY_MODE, parents=True, exist_ok=True)
             run.hold()
-            if is_elsewhere:
-                _delete_oldest(_joined_runs(directory.parent), keep)
         except OSError as error:
             raise _cannot_write(directory, error) from error
+        if is_elsewhere:
+            with suppress(OSError):  # another run's rank was faster
+                _delete_oldest(_joined_runs(directory.parent), keep)
         return run
 
     def stacks_path(self, rank: int, generation: int) -> Path:

@@ -11,6 +11,7 @@ from typing import Final
 
 from ppstream.config.schema import CHANNELS, PipelineConfig, RobotLimits, StreamConfig
 from ppstream.core.clock import NS_PER_MS
+from ppstream.sessions.table import frames_per_second
 from ppstream.wire.contract import differences
 from ppstream.wire.fields import DECODE_ERRORS, WIRE_MAJOR, WIRE_MINOR
 from ppstream.wire.robot_messages import (
@@ -85,8 +86,6 @@ def welcome(
     """Makes the message that tells an admitted robot of the run."""
     actions = config.actions
     own = actions.robots.get(hello.robot, RobotLimits())
-    limits = {stream.name: config.samples_per_second(stream) for stream in config.streams}
-    is_limited = config.batch.rows > 1
     return Welcome(
         major=WIRE_MAJOR,
         minor=WIRE_MINOR,
@@ -101,5 +100,16 @@ def welcome(
         discrete=tuple(i for i, name in enumerate(actions.names) if name in actions.discrete),
         max_age_ns=round((actions.max_age_ms or 0) * NS_PER_MS),
         prefix_steps=actions.prefix_steps,
-        samples_per_s=tuple(limits[one.name] for one in hello.streams) if is_limited else (),
+        samples_per_s=_samples_per_s(config, hello) if config.batch.rows > 1 else (),
     )
+
+
+def _samples_per_s(config: PipelineConfig, hello: Hello) -> tuple[int, ...]:
+    """Of each stream, by its own limit and that of frames, if each sample comes alone.
+
+    Of an observation's other frames one reports its chunk, and one says what follows that.
+    """
+    frames = len(hello.streams) + (2 if config.actions.prefix_steps else 1)
+    observations = frames_per_second(config) // frames
+    limits = {stream.name: config.samples_per_second(stream) for stream in config.streams}
+    return tuple(min(limits[stream.name], observations) for stream in hello.streams)

@@ -29,7 +29,7 @@ def test_a_robot_that_declares_what_is_configured_is_not_refused() -> None:
     assert rejection_reason(make_config(), hello()) == (None, [])
 
 
-@pytest.mark.parametrize(("rows", "most"), [(1, ()), (2, (259, 502))])
+@pytest.mark.parametrize(("rows", "most"), [(1, ()), (2, (259, 333))])
 def test_a_robot_hears_how_much_of_each_of_its_streams_is_taken(
     rows: int, most: tuple[int, ...]
 ) -> None:
