@@ -198,7 +198,7 @@ def test_heartbeat_watchdog_and_start_are_one_set():
 
 
 def test_a_run_s_folder_is_private_on_every_host(tmp_path):
-    for run in (Run.create(tmp_path, keep=3), Run.joined(tmp_path / "far" / "run")):
+    for run in (Run.create(tmp_path, keep=3), Run.joined(tmp_path / "far" / "run", keep=3)):
         assert run.directory.stat().st_mode & 0o777 == 0o750
 
 

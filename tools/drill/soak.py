@@ -9,7 +9,6 @@ and the last part of the calm. Ends with 1 when something grew, drifted, or did 
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import random
 import sys
@@ -32,6 +31,7 @@ from real_runs import ending_cleanly, environment
 
 from ppstream.core.clock import NS_PER_MS, NS_PER_S, now_ns
 from ppstream.core.cpus import MachineMeter
+from ppstream.core.interpreter import freeze_garbage
 
 SAMPLE_S: Final = 5.0
 CALM_S: Final = (2.0, 5.0)
@@ -123,7 +123,7 @@ def _run(scene: Scene, soak: Soak, rng: random.Random) -> None:
             soak.problems.append(f"{text}; {_witnesses(scene, broken_ns, machine)}")
             if any(code is not None for code in scene.codes()):
                 return
-        gc.freeze()  # an hour of parsed lines takes half a second to look through: the cable stood
+        freeze_garbage()  # to look through an hour of lines takes half a second: the cable stood
         moved = [tick.true_ms for tick in scene.ticks(began_ns) if tick.moved]
         soak.oldest_ms = max([soak.oldest_ms, *moved])
 
