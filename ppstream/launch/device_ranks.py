@@ -34,7 +34,7 @@ from ppstream.observe.attribution import block
 from ppstream.pipeline.device.executor import DeviceExecutor
 from ppstream.pipeline.device.policy_rank import DevicePolicyRank, PolicyDevice
 from ppstream.pipeline.device.rank0_queue import Rank0Device, Streams
-from ppstream.pipeline.device.stage_a import AwaitedWindows, DeviceFrontParts, RingWindows
+from ppstream.pipeline.device.stage_a import DeviceFrontParts, QueuedWindows, RingWindows
 from ppstream.pipeline.device.stage_b import DeviceStageB
 from ppstream.pipeline.device.stamped_hop import StampedHop
 from ppstream.pipeline.device.stamping import EVENTS, Stamping, choose_stamps, device_clock
@@ -321,7 +321,7 @@ def open_inline(
     envelope = replace(on_host, tensors=slot.tensors)
     executor = InlineExecutor(stage_b, envelope=envelope, result=result)
     staged.meanwhile = executor.account
-    return parts._replace(stage_a=AwaitedWindows(config, slot, device, stream)), executor
+    return parts._replace(stage_a=QueuedWindows(config, slot, device, stream)), executor
 
 
 def open_policy_rank(

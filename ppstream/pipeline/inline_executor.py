@@ -55,10 +55,11 @@ class InlineExecutor(OnHost):
         self._cost_a.end()
         self._unaccounted = flight
         record, ledger = flight.record, self._loop.credits
-        tb0 = flight.sent_ns = record.tSend = now_ns()
-        ledger.commit(tb0)
+        flight.sent_ns = record.tSend = now_ns()
+        ledger.commit(flight.sent_ns)
         self._failed = self._run_policy(flight)
         self.account()
+        tb0 = record.tSend = max(record.tSend, record.tA1 or 0)  # a GPU's A ends while B is queued
         tb1 = record.tRecv = now_ns()
         ledger.receive(tb1)
         self._times.stage(tb0, tb1)

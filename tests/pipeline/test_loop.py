@@ -900,3 +900,22 @@ def test_front_parts_time_is_stage_a_s_and_what_they_raise_costs_one_envelope(bu
     assert all(line["cpu_a_ns"] >= spent_ns for line in lines)
     assert len(threads) == 1 if form == "serial" else all("front" in name for name in threads)
     assert grads == {False}
+
+
+def test_where_stage_a_ends_while_b_is_queued_their_times_add_up(build, monkeypatch):
+    """As on one GPU: the end of A is known once it is accounted for."""
+    late_ns = 2_000_000
+
+    def ends_late(flight):
+        settle(flight)
+        flight.record.tA1 += late_ns
+
+    with build("inline", NewestValues(lambda _: time.sleep(2 * late_ns / 1e9))) as pipeline:
+        settle = pipeline.rank0.stage_a.settle
+        monkeypatch.setattr(pipeline.rank0.stage_a, "settle", ends_late)
+        pipeline.saturate()
+        pipeline.rank0.run(5)
+        lines = pipeline.envelopes()
+    for line in lines:
+        assert line["tSend"] == line["tA1"] >= line["tA0"] + late_ns
+        assert line["B_ns"] == line["residence_ns"] == line["tRecv"] - line["tSend"] >= late_ns

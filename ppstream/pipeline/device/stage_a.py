@@ -7,7 +7,7 @@ Rings are read when the device comes to it, however far ahead the host runs.
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import torch
 
@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 
 #: Of an envelope that is expected a rehearsal is over: from cold caches it takes some 0.3 ms.
 AHEAD_NS: Final = 7 * NS_PER_MS // 10
+
+_cuda: Final[Any] = torch.cuda  # torch does not annotate its methods
 
 
 class DeviceStageA(Protocol):
@@ -295,11 +297,13 @@ class RingWindows:
             tell_of_windows(recorder, flight, marks[0][1])
 
 
-class AwaitedWindows(StageA):
-    """Stage A of a loop that waits for each window on the GPU, and runs the policy there as well.
+class QueuedWindows(StageA):
+    """Stage A of a loop that runs the policy on the same GPU, behind the window on one stream.
 
-    Of an envelope's host slot it writes ``rows`` and ``present`` alone, by which the policy is
-    called; the policy reads the window where it lies.
+    ``build`` only queues the window: the policy is queued while the GPU cuts it. ``settle`` waits
+    for it and corrects ``tA1``, by what the GPU took. Of an envelope's host slot ``build`` writes
+    ``rows`` and ``present`` alone, by which the policy is called; the policy reads the window where
+    it lies.
 
     Args:
         config: streams and window.
@@ -320,6 +324,8 @@ class AwaitedWindows(StageA):
         super().__init__(config, Delay(0.0))
         self._windows = RingWindows(config, (slot,), device, stream)
         self._slot, self._stream = slot, stream
+        self._begun, self._ended = (_cuda.Event(enable_timing=True) for _ in range(2))
+        self._queued_ns = 0
 
     @property
     def intake(self) -> Intake:
@@ -346,13 +352,15 @@ class AwaitedWindows(StageA):
     def _fill(self, flight: Flight, slot: Slot, ends_ns: Sequence[int | None]) -> None:
         while ends_ns[0] is None and not self._windows.ingest(now_ns()):
             self._stream.synchronize()  # blocks of memory come free behind copies
+        self._queued_ns = now_ns()
+        self._begun.record(self._stream)
         self._windows.enqueue(flight, self._slot, ends_ns)
+        self._ended.record(self._stream)
         rows, present = slot.arrays["rows"], slot.arrays["present"]
         for number, served in enumerate(self.intake.rows):  # as the window finds them
             rows[number, 0], rows[number, 1] = served.session, served.session_epoch
             present[number] = served.present
         slot.words[FAILED] = 0
-        self._stream.synchronize()
 
     def rehearse(self) -> None:
         """As ``StageA``: nothing is cut, since what a window on a GPU uses it accounts for."""
@@ -360,6 +368,9 @@ class AwaitedWindows(StageA):
 
     def settle(self, flight: Flight) -> None:
         """As ``StageA``; once for each ``build``, at any time before the next one."""
+        self._ended.synchronize()
+        took_ns = round(self._begun.elapsed_time(self._ended) * NS_PER_MS)
+        flight.record.tA1 = max(flight.record.tA1 or 0, self._queued_ns + took_ns)
         self._windows.settle(flight)
 
 

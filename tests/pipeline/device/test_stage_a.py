@@ -19,10 +19,10 @@ from ppstream.ingest.intake import build_intake
 from ppstream.ingest.window import WindowInfo
 from ppstream.links.device_link import Headers, device_slots
 from ppstream.links.headers import ENVELOPE_HEADER
-from ppstream.links.slots import SlotLayout
+from ppstream.links.slots import SlotLayout, new_slots
 from ppstream.observe.log_writer import EnvelopeRecord
 from ppstream.pipeline.device import stage_a
-from ppstream.pipeline.device.stage_a import DeviceFrontParts, RingWindows
+from ppstream.pipeline.device.stage_a import DeviceFrontParts, QueuedWindows, RingWindows
 from ppstream.pipeline.flight import Flight, Owner
 from ppstream.policy.batch_sizes import BatchSizes
 
@@ -161,6 +161,61 @@ def test_a_recorder_is_told_what_had_come_by_the_table_of_each_window(
     for flight in flights:
         stage.settle(flight)
     assert recorder.told == [(0, [3]), (1, [3]), (2, [5]), (4, [6])]
+
+
+class Event:
+    """In place of torch's: in a list of what happened; ``took_ms`` from one to the next."""
+
+    happened: list[str]
+    took_ms: float
+
+    def __init__(self, *, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self, stream: Any) -> None:
+        self.happened.append("record")
+
+    def synchronize(self) -> None:
+        self.happened.append("wait")
+
+    def elapsed_time(self, end: Event) -> float:
+        assert self.happened[-1] == "wait"
+        return self.took_ms
+
+
+@pytest.mark.parametrize("took_ms", [0.0, 40.0])
+def test_a_window_that_is_queued_ends_when_the_gpu_has_cut_it(
+    monkeypatch: pytest.MonkeyPatch, took_ms: float
+) -> None:
+    happened: list[str] = []
+    Event.happened, Event.took_ms = happened, took_ms
+    windows = Windows(taken(100, (50, 80)))
+    enqueue, pop = windows.enqueue, windows.pop
+    windows.enqueue = lambda *args: (happened.append("window"), enqueue(*args))[-1]  # type: ignore[method-assign]
+    windows.pop = lambda: (happened.append("read"), pop())[-1]  # type: ignore[method-assign]
+    monkeypatch.setattr(stage_a, "DeviceWindow", lambda *_, **more: windows)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    config = small_config("batch.rows=2")
+    intake = build_intake(config)
+    device_slot: Any = SimpleNamespace(tensors={})
+    stage = QueuedWindows(config, device_slot, torch.device("cpu"), None)  # type: ignore[arg-type]
+    stage.intake = SimpleNamespace(rows=intake.rows, banks={})  # type: ignore[assignment]
+    come(intake.rows[1], 5)
+    (slot,) = new_slots(SlotLayout(ENVELOPE_HEADER, intake.cutter.inputs, 2), 1)
+    flight = Flight(0, 0, 0, EnvelopeRecord())
+    stage.build(flight, slot, (None, None))
+    assert happened == ["record", "window", "record"]  # the policy can be queued behind it
+    assert slot.arrays["present"].tolist() == [False, True]
+    assert slot.arrays["rows"][:, 0].tolist() == [0, 5]
+    begun_ns, queued_ns = flight.record.tA0 or 0, flight.record.tA1 or 0
+    stage.settle(flight)
+    assert happened[3:] == ["wait", "read"]
+    took_ns = (flight.record.tA1 or 0) - begun_ns
+    if took_ms:
+        assert took_ms * 1e6 <= took_ns < took_ms * 1e6 + queued_ns - begun_ns
+    else:
+        assert took_ns == queued_ns - begun_ns
+    assert flight.owners[0].window_end_ns == 100
 
 
 ROWS = 4
