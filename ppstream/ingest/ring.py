@@ -8,8 +8,9 @@ the resampling call, which so serves every row at once and reads the rings in pl
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from operator import lt
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import numpy as np
 import torch
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
     from ppstream.recording.items import RowTap
     from ppstream.wire.message_memory import LargeMessage
 
+#: Of a frame: the place in the ring, its number, and where it lies. False: it cannot stay there.
+KeepFrame: TypeAlias = Callable[[int, int, "LargeMessage", int], bool]
 FLOAT32_MAX: Final = float(np.finfo(np.float32).max)
 _INT64: Final = np.dtype(np.int64)
 
@@ -75,7 +78,11 @@ class SensorRing(native.Ring):
     ``count`` samples before number ``accepted`` are held. They lie in row ``row`` of ``bank``. A
     ``tap`` is told what arrives.
     ``newest_ns`` (robot clock) and ``newest_rx_ns`` (rank 0's) are ``NEVER_NS`` while it is empty.
+    Where a GPU reads frames in their senders' memory, ``keep_frame`` is told of each one and keeps
+    it: its place in the bank holds no pixels of it.
     """
+
+    keep_frame: KeepFrame | None = None
 
     def __init__(self, bank: RingBank, row: int, clock: StampFilter) -> None:
         self.bank = bank
@@ -180,7 +187,7 @@ class SensorRing(native.Ring):
     def append_frame(self, stamp: bytes, frame: LargeMessage, offset: int, rx_ns: int) -> int:
         """As ``append_message``, of one frame of a camera that lies at ``offset`` of ``frame``.
 
-        A good frame is copied from there to its place, and nowhere else.
+        A good frame is copied from there to its place, and nowhere else; or a GPU will copy it.
 
         Raises:
             ProtocolError: it cannot be read; it is not counted, and the ring may be empty now.
@@ -188,11 +195,13 @@ class SensorRing(native.Ring):
         stamps = np.ndarray((1,), _INT64, stamp)
         is_newer = self._tap is None and stamps.item(0) > self.newest_ns
         if is_newer and self._clock.accepts(stamps.item(0), rx_ns):
-            try:
-                frame.read_into(self._values[self.accepted % self._capacity].data, offset)
-            except ProtocolError:  # the oldest frame may lie there, half overwritten
-                self.clear(OVERWRITTEN)
-                raise
+            place, keep = self.accepted % self._capacity, self.keep_frame
+            if keep is None or not keep(place, self.accepted, frame, offset):
+                try:
+                    frame.read_into(self._values[place].data, offset)
+                except ProtocolError:  # the oldest frame may lie there, half overwritten
+                    self.clear(OVERWRITTEN)
+                    raise
             self.ledger.received += 1
             self._note(stamps, rx_ns)
             return 1

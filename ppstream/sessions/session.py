@@ -73,6 +73,7 @@ class SessionStream:
     __slots__ = (
         "_around_stamp",
         "_samples_per_s",
+        "head_bytes",
         "is_encoded",
         "ring",
         "sample_bytes",
@@ -87,6 +88,7 @@ class SessionStream:
         size = ring.stream.dim * np.dtype(ring.stream.dtype).itemsize
         self.sample_bytes = NO_BYTES if self.is_encoded else size
         self._around_stamp = b"", b""  # in a message of one raw frame, whose pixels come behind
+        self.head_bytes = 0  # of such a message, before its pixels
 
     def serve(self, session: int, index: int) -> None:
         """Takes frames of the session that declared this stream as its ``index``-th."""
@@ -94,18 +96,19 @@ class SessionStream:
             frame = memoryview(bytes(self.sample_bytes))
             head, _ = in_parts(Samples(session, index, memoryview(ANY_STAMP), frame))
             before, _, behind = head.partition(ANY_STAMP)
-            self._around_stamp = before, behind
+            self._around_stamp, self.head_bytes = (before, behind), len(head)
 
-    def frame_in(self, message: LargeMessage) -> RawFrame | None:
-        """The raw frame of this stream that ``message`` is; None: it is another message."""
+    def frame_in(self, head: bytes, size: int) -> RawFrame | None:
+        """The raw frame of this stream that a message of ``size`` bytes is; None: it is another.
+
+        ``head`` is its beginning, at least ``head_bytes`` of it.
+        """
+        if not (end := self.head_bytes) or size != end + self.sample_bytes:
+            return None
         before, behind = self._around_stamp
-        size = len(before) + len(ANY_STAMP) + len(behind)
-        if not before or len(message) != size + self.sample_bytes:
+        if not head.startswith(before) or not head.startswith(behind, end - len(behind)):
             return None
-        head = message.head(size)
-        if not head.startswith(before) or not head.endswith(behind):
-            return None
-        return RawFrame(self, head[len(before) : size - len(behind)], size)
+        return RawFrame(self, head[len(before) : end - len(behind)], end)
 
     def refill(self) -> None:
         """A second is over."""
@@ -132,20 +135,25 @@ class Session:
     offset: OffsetEstimate = field(default_factory=OffsetEstimate)
     episode: int = 0
     is_serving: bool = False
+    head_bytes: int = 0  # the most that a raw frame's message has before the pixels
 
     def serve(self) -> None:
         """Take the row over."""
         self.is_serving = True
         for index, stream in enumerate(self.streams):
             stream.serve(self.id, index)
+        self.head_bytes = max((stream.head_bytes for stream in self.streams), default=0)
         self.row.open(self.id, is_real_time=self.hello.real_time)
         self.row.robot = self.hello.robot
         self.row.session_epoch = self.episode  # a robot may reset while it waits for *ready*
 
     def frame_in(self, message: LargeMessage) -> RawFrame | None:
         """The raw frame that ``message`` is; None: it is another message."""
-        frames = (stream.frame_in(message) for stream in self.streams)
-        return next((frame for frame in frames if frame is not None), None)
+        head = message.head(self.head_bytes)
+        for stream in self.streams:
+            if frame := stream.frame_in(head, len(message)):
+                return frame
+        return None
 
     def begin_episode(self) -> None:
         self.episode += 1

@@ -7,12 +7,13 @@ frame: none is allocated, mapped or freed for a message. Both ends read and writ
 which no page that is missing can kill.
 
 A stranger may change its memory at any time. A receiver therefore decides by copies of its own, and
-reads what needs no decision, as pixels, straight to where it stays.
+reads what needs no decision, as pixels, straight to where it stays; a GPU may do that, too.
 """
 
 from __future__ import annotations
 
 import fcntl
+import mmap
 import os
 import socket
 import struct
@@ -110,11 +111,12 @@ class PeerMemory:
         ProtocolError: it is no memory, its size can change, or it may not be read and written.
     """
 
-    __slots__ = ("_close", "_fd", "_read", "_size")
+    __slots__ = ("__weakref__", "_close", "_fd", "_read", "_size", "_waits")
 
     def __init__(self, fd: int, close: Callable[[int], None]) -> None:
         self._fd = -1
         self._read = 0
+        self._waits: dict[int, bool] = {}  # by mark, in order: of a message, if it is needed
         self._close = close
         try:
             seals, flags = fcntl.fcntl(fd, fcntl.F_GET_SEALS), fcntl.fcntl(fd, fcntl.F_GETFL)
@@ -139,6 +141,7 @@ class PeerMemory:
             raise EOFError
         if magic != MAGIC or not size or at + size > self._size:
             raise ProtocolError("a carrier of no message")
+        self._waits[mark] = True
         return LargeMessage(self, at, size, mark)
 
     def read(self, at: int, size: int) -> bytes:
@@ -160,10 +163,23 @@ class PeerMemory:
         if read != into.nbytes:
             raise ProtocolError("memory that ends too early")
 
+    def map(self, size: int) -> mmap.mmap:
+        """Its first ``size`` bytes, or all; a CPU that touches a page that is missing is killed.
+
+        Raises:
+            OSError, ValueError: it cannot be mapped.
+        """
+        return mmap.mmap(self._fd, min(size, self._size))
+
     def note_read(self, mark: int) -> None:
-        """The message of ``mark`` and all before it are not needed any more."""
-        if mark > self._read:
-            self._read = mark
+        """The message of ``mark`` is not needed any more; its sender hears once none before is."""
+        waits, read = self._waits, self._read
+        waits[mark] = False
+        while waits and not waits[first := next(iter(waits))]:
+            del waits[first]
+            read = max(read, first)
+        if read > self._read:
+            self._read = mark = read
             try:
                 os.pwrite(self._fd, MARK.pack(mark, mark), 0)
             except OSError:  # its sender will run out of room, and nobody else
@@ -194,9 +210,14 @@ class LargeMessage:
 
     def read_into(self, into: memoryview, offset: int) -> None:
         """Copy bytes from ``offset`` on until ``into`` is full."""
-        if offset + into.nbytes > self._size:
-            raise ProtocolError(f"{offset + into.nbytes - self._size} bytes are missing")
-        self._memory.read_into(into, self._at + offset)
+        memory, at = self.place(offset, into.nbytes)
+        memory.read_into(into, at)
+
+    def place(self, offset: int, size: int) -> tuple[PeerMemory, int]:
+        """Returns where bytes from ``offset`` on lie, which stay as long as this object does."""
+        if offset + size > self._size:
+            raise ProtocolError(f"{offset + size - self._size} bytes are missing")
+        return self._memory, self._at + offset
 
     def __del__(self) -> None:
         self._memory.note_read(self._mark)

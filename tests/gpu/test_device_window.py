@@ -6,15 +6,18 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from memory_rig import Wire
 from stream_cases import MS, Input, at_ms, config, ramp, stream
 
 from ppstream.config.schema import GroupConfig, ImageConfig
 from ppstream.core.clock import now_ns
 from ppstream.core.errors import ProtocolError
+from ppstream.ingest.device import sender_memory
 from ppstream.ingest.device.sample_blocks import COMMITMENT_WORDS
 from ppstream.ingest.device.window import DeviceWindow
 from ppstream.ingest.rows import Commitment
 from ppstream.links.slots import SlotLayout
+from ppstream.wire.message_memory import MARK, PAGE_BYTES
 
 if not torch.cuda.is_available():
     pytest.skip("no CUDA device", allow_module_level=True)
@@ -269,6 +272,83 @@ def test_frames_equal_the_cpus() -> None:
     assert slot["wrist.valid"].tolist() == [[True, True, True], [False, False, False]]
     assert slot["front.frames"].dtype == torch.float32
     assert slot["wrist.frames"].shape == (2, 3, 3, 10, 14)
+
+
+class Unlocking:
+    """Notes what is unlocked, and does it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._unlock = sender_memory.unregister_host
+        self.addresses: list[int] = []
+        monkeypatch.setattr(sender_memory, "unregister_host", self)
+
+    def __call__(self, address: int) -> None:
+        self.addresses.append(address)
+        self._unlock(address)
+
+
+@pytest.mark.parametrize("locked_bytes", [sender_memory.LOCKED_BYTES, PAGE_BYTES + 2000, 0])
+def test_frames_in_their_senders_memory_equal_those_of_the_host(
+    monkeypatch: pytest.MonkeyPatch, locked_bytes: int
+) -> None:
+    """Of a memory that is locked in part, or not at all, the CPU reads the rest."""
+    monkeypatch.setattr(sender_memory, "LOCKED_BYTES", locked_bytes)
+    unlocking = Unlocking(monkeypatch)
+    rigs = [Rig(*STREAMS, *CAMERAS, rows=2) for _ in range(2)]
+    slots = [rig.slot() for rig in rigs]
+    wires = [Wire(), Wire()]
+    for turn in range(12):
+        now = 100 * turn
+        for row in range(2):
+            for rig in rigs:
+                rig.push("q", *range(now, now + 100, 4), row=row)
+            for name, time in (("front", 11), ("wrist", 40), ("front", 44), ("front", 78)):
+                mine, other = (rig.case.rows[row].rings[name] for rig in rigs)
+                pixels = rigs[0].random.integers(0, 256, (1, mine.stream.dim), np.uint8)
+                stamps = at_ms(now + time)
+                sent = wires[row].message(pixels.tobytes(), head=b"head")
+                assert mine.append_frame(stamps.tobytes(), sent, 4, row + 1) == 1
+                assert other.append(stamps, pixels, row + 1) == 1
+                del sent
+        for rig, slot in zip(rigs, slots, strict=True):
+            rig.cut(slot)
+            rig.stream.synchronize()
+            rig.window.pop()
+            rig.window.ingest(0)
+        for name, mine in slots[0].items():
+            if "front" in name or "wrist" in name:
+                assert torch.equal(mine, slots[1][name]), name
+        for wire in wires:
+            read, again = MARK.unpack(wire.read_mark())
+            assert read == again >= (turn + 1) * 4 * (20 * 32 * 3)  # all that was sent
+    is_copied = rigs[0].case.banks["front"].values.any().item()
+    assert is_copied == (locked_bytes < 1 << 20)
+    assert unlocking.addresses == []
+    del wire
+    while wires:
+        wires.pop().close()
+        rigs[0].window.ingest(0)
+    assert len(unlocking.addresses) == (2 if locked_bytes else 0)
+    rigs[0].case.check()
+
+
+def test_a_ring_that_another_gpu_s_rings_read_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Frames that stayed with their sender are nowhere to be sent from again."""
+    rig = Rig(*STREAMS, *CAMERAS)
+    ring = rig.case.rows[0].rings["front"]
+    with Wire() as wire:
+        sent = wire.message(bytes([9] * ring.stream.dim), head=b"head")
+        assert ring.append_frame(at_ms(1).tobytes(), sent, 4, 1) == 1
+        del sent
+        rig.window.close()
+        again = DeviceWindow(rig.case.config, rig.case.rows, rig.case.banks, rig.device)
+        assert ring.count == 0
+        slot = rig.slot()
+        rig.push("q", *range(0, 100, 4))
+        rig.push("front", 90)
+        rig.window = again
+        rig.cut(slot)
+        rig.compare(slot)
 
 
 def test_a_backlog_of_several_blocks_arrives_whole() -> None:

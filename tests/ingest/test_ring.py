@@ -20,6 +20,7 @@ from ppstream.core.errors import ProtocolError
 from ppstream.ingest.ring import RingBank, SensorRing
 from ppstream.ingest.rows import RowInput
 from ppstream.ingest.stamp_filter import BACKLOG_NS, FUTURE_LIMIT_NS, StampFilter
+from ppstream.wire.message_memory import LargeMessage
 
 RX = 123 * MS
 
@@ -308,6 +309,30 @@ def test_a_frame_in_its_senders_memory_is_judged_and_kept_as_any_other(
     assert taps[0].told == taps[1].told
     for ring in rings:
         ring.check()
+
+
+def test_frames_that_stay_with_their_sender_are_judged_and_not_copied() -> None:
+    image = ImageConfig(height=2, width=3)
+    camera = msgspec.structs.replace(stream("front"), dim=18, dtype="uint8", image=image)
+    bank = RingBank(camera, 1, 2)
+    row = RowInput({"front": bank}, 0, "front")
+    row.open(7)
+    ring, asked = row.reference, []
+
+    def keep(place: int, number: int, frame: LargeMessage, offset: int) -> bool:
+        asked.append((place, number, frame.head(4), offset))
+        return number != 1
+
+    ring.keep_frame = keep
+    with Wire() as wire:
+        for number, stamp_ms in enumerate((10, 20, 20, 30)):  # the third is no newer
+            sent = wire.message(bytes([1 + number] * 18), head=b"head")
+            stamp = (10**12 + stamp_ms * MS).to_bytes(8, "little")
+            assert ring.append_frame(stamp, sent, 4, 10**12 + stamp_ms * MS) == (number != 2)
+    assert asked == [(0, 0, b"head", 4), (1, 1, b"head", 4), (0, 2, b"head", 4)]
+    assert bank.values[0, :, 0].tolist() == [0, 2]
+    assert (ring.accepted, ring.count, ring.ledger.received) == (3, 2, 4)
+    ring.check()
 
 
 @contextmanager

@@ -431,6 +431,30 @@ def test_large_frames_are_judged_as_small_ones(desk_with_cameras: Desk) -> None:
     assert (ring.count, ring.newest_ns) == (3, 8)
 
 
+@pytest.mark.parametrize("spoil", ["longer", "shorter", "other length", "other stream"])
+def test_a_large_message_that_is_nearly_a_frame_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spoil: str
+) -> None:
+    monkeypatch.setattr("robot_rig.default_endpoint", f"unix://{tmp_path}/own")
+    with open_desk(config=config_with_cameras()) as desk:
+        robot = desk.robot()
+        session = admit_with_cameras(desk, robot)
+        whole = bytearray(encoder.encode(frames(session, 7)))
+        length_at = len(whole) - SIDE * SIDE * 3 - 4
+        if spoil == "longer":
+            whole += b"\0"
+        elif spoil == "shorter":
+            del whole[-1]
+        elif spoil == "other length":
+            whole[length_at + 3] ^= 1
+        else:
+            whole[whole.index(encoder.encode(session)) + len(encoder.encode(session))] = 0xC0
+        assert robot.send(bytes(whole))
+        assert desk.sessions.drain(desk.now_ns) == 0
+        assert desk.sessions.statistics().frames_dropped == {"undecodable": 1}
+        assert desk.send(robot, frames(session, 7)) == 1
+
+
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("took_ns", [NS_PER_MS // 3, NS_PER_MS])
 def test_what_comes_while_a_large_frame_is_read_is_taken_behind_it(

@@ -8,6 +8,7 @@ import socket
 
 from ppstream.wire.message_memory import (
     CARRIER_BYTES,
+    MARK,
     SEALS,
     LargeMessage,
     OwnMemory,
@@ -52,6 +53,10 @@ class Wire:
     def message(self, body: bytes, head: bytes = b"") -> LargeMessage:
         assert self.send(body, head)
         return self.received()
+
+    def read_mark(self) -> bytes:
+        """What the receiver has written: how far it has read."""
+        return os.pread(self.fd, MARK.size, 0)
 
     def close(self) -> None:
         for end in (self.near, self.far, self.own):

@@ -105,16 +105,32 @@ def test_a_mark_that_is_written_meanwhile_or_wrong_frees_nothing(
 
 
 @pytest.mark.usefixtures("small")
-def test_who_has_read_a_message_needs_none_of_those_before(wire: Wire) -> None:
+def test_a_message_that_is_needed_is_not_written_over_though_later_ones_were_read(
+    wire: Wire,
+) -> None:
     first, second = wire.message(b"a" * 200), wire.message(b"b" * 200)
-    assert wire.send(b"c" * 600)
-    third = wire.received()
+    third = wire.message(b"c" * 600)
+    del second
     assert not wire.send(b"d")
     assert first.head(ROOM) == b"a" * 200
-    del second
+    del first  # and with it the second
     fourth = wire.message(b"d" * 400)
     assert third.head(ROOM) == b"c" * 600
-    assert fourth.head(ROOM) == b"d" * 400 == 2 * first.head(ROOM)
+    assert fourth.head(ROOM) == b"d" * 400
+
+
+def test_a_message_tells_where_its_bytes_lie_and_its_memory_is_mapped(wire: Wire) -> None:
+    sent = wire.message(LARGE, head=b"head")
+    memory_of, at = sent.place(4, len(LARGE))
+    assert memory_of is wire.theirs
+    with memory_of.map(1 << 20) as mapped:
+        assert len(mapped) == 1 << 20
+        assert mapped[at : at + len(LARGE)] == LARGE
+    with pytest.raises(ProtocolError, match="1 bytes are missing"):
+        sent.place(5, len(LARGE))
+    small_one = PeerMemory(memory(), os.close)
+    with small_one.map(1 << 20) as mapped:
+        assert len(mapped) == SIZE
 
 
 @pytest.mark.usefixtures("small")

@@ -3,14 +3,16 @@
 The host's rings stay as they are, written by one thread. That thread calls ``ingest``: new samples
 go to pinned memory, one kernel on a stream of their own reads them there, puts them where they
 belong and only then says that a window may use them. Many are copied over first, which is quicker.
-Frames go straight from the host's ring, which is page-locked in place. Nothing waits: neither the
-host for the GPU, nor the copies for a window that stands queued, which therefore finds what is
-newest when it runs.
+Frames go straight from their sender's memory (``sender_memory.py``), or from the host's ring, which
+is page-locked in place. Nothing waits: neither the host for the GPU, nor the copies for a window
+that stands queued, which therefore finds what is newest when it runs.
 """
 
 from __future__ import annotations
 
 import weakref
+from collections import deque
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
@@ -18,6 +20,8 @@ import torch
 from ppstream.core.errors import ConfigError
 from ppstream.cuda.streams import torch_stream
 from ppstream.ingest.device.sample_blocks import GUARD, WORD_BYTES, BlockWriter, FramePiece
+from ppstream.ingest.device.sender_memory import KeptFrame, SenderMemories
+from ppstream.ingest.sample_ledger import OVERWRITTEN
 from ppstream_kernels import cuda_rings
 from ppstream_kernels.kernel_launch import KernelLaunch
 
@@ -28,10 +32,12 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from ppstream.ingest.ring import RingBank
+    from ppstream.ingest.ring import RingBank, SensorRing
     from ppstream.ingest.rows import RowInput
+    from ppstream.wire.message_memory import LargeMessage
 
 BLOCKS: Final = 8  # of pinned memory: so many may be on their way
+BRINGING_MAX: Final = 2  # blocks whose frames wait for a window to be over: then nobody waits
 IN_PLACE_WORDS: Final = 2048  # of a block, at most, where the kernel reads it in host memory
 
 _cuda: Final[Any] = torch.cuda  # torch does not annotate its methods
@@ -53,6 +59,7 @@ class _Block(NamedTuple):
     scatter_in_place: KernelLaunch
     scatter: KernelLaunch
     taken: Any  # an event
+    frames: list[KeptFrame]  # that it brings, until it has
 
 
 class DeviceRings:
@@ -91,13 +98,20 @@ class DeviceRings:
         locked = [bank.values for bank in self._banks if bank.is_image]
         for values in locked:
             _lock(values)
+        self._senders = SenderMemories()
+        self._kept = {
+            (stream, row): _keep_frames(served.rings[name], self._senders)
+            for stream, (name, bank) in enumerate(banks.items())
+            for row, served in enumerate(rows if bank.is_image else ())
+        }
+        self._bringing: deque[_Block] = deque()  # frames of their senders
         self._newest = (None,) * len(rows)
         self._arrived = torch.zeros(1, dtype=torch.int32, device=device)
         lanes = cuda_rings.pack_lanes([_lane(ring) for ring in self.rings.values()])
         self._lanes = torch.frombuffer(bytearray(lanes), dtype=torch.uint8).to(device)
         self._stream = torch_stream("ingest")
         self._blocks = [self._block(device) for _ in range(BLOCKS)]
-        self._release = weakref.finalize(self, _unlock, self._stream, locked)
+        self._release = weakref.finalize(self, _unlock, self._stream, locked, self._senders)
         self._next = 0
         self._last: torch.cuda.Event | None = None
         self._hold: torch.cuda.Event | None = None
@@ -114,6 +128,8 @@ class DeviceRings:
             False: all blocks are on their way, call again. Nothing is lost.
         """
         ends = self._newest if ends_ns is None else ends_ns
+        if len(self._bringing) > BRINGING_MAX:
+            self.let_go()
         while True:
             block = self._blocks[self._next]
             if not block.taken.query():
@@ -142,6 +158,15 @@ class DeviceRings:
         """Send nothing further before ``until``: a window that must not find anything newer."""
         self._hold = until
 
+    def let_go(self) -> None:
+        """Leave frames that the GPU has copied to their senders."""
+        while self._bringing and self._bringing[0].taken.query():
+            self._bringing.popleft().frames.clear()
+
+    def unlock_gone(self) -> None:
+        """As ``SenderMemories``."""
+        self._senders.unlock_gone()
+
     def close(self) -> None:
         """Wait for the copies on their way, and unlock the frames' memory; also when collected."""
         self._release()
@@ -152,7 +177,9 @@ class DeviceRings:
             self._stream.wait_event(self._hold)
             self._hold = None
         for frame in frames:
-            self._send_frame(frame, stream)
+            self._send_frame(frame, stream, block.frames)
+        if block.frames:
+            self._bringing.append(block)
         if words <= IN_PLACE_WORDS:
             block.scatter_in_place.queue(stream)
         else:
@@ -163,18 +190,24 @@ class DeviceRings:
         block.taken.record(self._stream)
         self._last = block.taken
 
-    def _send_frame(self, frame: FramePiece, stream: int) -> None:
+    def _send_frame(self, frame: FramePiece, stream: int, brings: list[KeptFrame]) -> None:
+        """Queue the copy; a frame in its sender's memory joins ``brings``."""
         bank = self._banks[frame.stream]
         size_bytes = bank.stream.dim
         slots = GUARD * bank.capacity
         to = frame.row * slots + frame.number % slots
-        source = frame.row * bank.capacity + frame.number % bank.capacity
-        ring = self.rings[bank.stream.name]
+        place = frame.number % bank.capacity
+        ring, kept = self.rings[bank.stream.name], self._kept[frame.stream, frame.row]
+        found = kept[place]
+        if found is not None and found.number == frame.number:
+            kept[place] = None
+            brings.append(found)
+            source = found.address
+        else:
+            at = frame.row * bank.capacity + place
+            source = bank.values.data_ptr() + at * size_bytes
         cuda_rings.copy_to_device(
-            ring.values.data_ptr() + to * size_bytes,
-            bank.values.data_ptr() + source * size_bytes,
-            size_bytes,
-            stream,
+            ring.values.data_ptr() + to * size_bytes, source, size_bytes, stream
         )
 
     def _block(self, device: torch.device) -> _Block:
@@ -191,7 +224,7 @@ class DeviceRings:
         )
         in_place = cuda_rings.scatter(device, call._replace(block=pinned.data_ptr()))
         scatter = cuda_rings.scatter(device, call)
-        return _Block(pinned, pinned.numpy(), twin, in_place, scatter, _cuda.Event())
+        return _Block(pinned, pinned.numpy(), twin, in_place, scatter, _cuda.Event(), [])
 
 
 def _ring(bank: RingBank, device: torch.device) -> DeviceRing:
@@ -211,9 +244,32 @@ def _lane(ring: DeviceRing) -> cuda_rings.Lane:
     )
 
 
-def _unlock(stream: Any, locked: list[Tensor]) -> None:
+def _keep_frames(ring: SensorRing, senders: SenderMemories) -> list[KeptFrame | None]:
+    """Returns frames by their place in ``ring``, which are not in the bank but at their senders."""
+    if ring.keep_frame is not None:  # another GPU's rings have had them
+        ring.clear(OVERWRITTEN)
+    kept: list[KeptFrame | None] = [None] * ring.bank.capacity
+    ring.keep_frame = partial(_keep, kept, senders, ring.stream.dim)
+    return kept
+
+
+def _keep(
+    kept: list[KeptFrame | None],
+    senders: SenderMemories,
+    size_bytes: int,
+    place: int,
+    number: int,
+    message: LargeMessage,
+    offset: int,
+) -> bool:
+    kept[place] = found = senders.frame(number, message, offset, size_bytes)
+    return found is not None
+
+
+def _unlock(stream: Any, locked: list[Tensor], senders: SenderMemories) -> None:
     """Memory that is freed while it is locked would be refused to its next owner."""
     stream.synchronize()
+    senders.close()
     for values in locked:
         _cuda.cudart().cudaHostUnregister(values.data_ptr())
 

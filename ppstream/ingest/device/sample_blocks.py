@@ -10,8 +10,8 @@ rings overwrites none of the samples it may use.
 
 from __future__ import annotations
 
-from itertools import cycle
-from typing import TYPE_CHECKING, Final, NamedTuple
+from struct import Struct, pack_into
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
@@ -114,7 +114,8 @@ class BlockWriter:
         everything = sum(feed.capacity * feed.sample_words for feed in self._feeds)
         room = max(largest, min(everything, BLOCK_BYTES // WORD_BYTES))
         self.block_words = self._samples_at + room
-        self._sources: Sequence[tuple[int | None, ...]] = ()  # of each row, by the newest table
+        self._front = Struct(f"={HEADER_WORDS + self.told_words}q")
+        self._sources: Sequence[tuple[Any, ...]] = ()  # of each row, by the newest table
 
     def write(
         self, block: NDArray[np.int64], sequence: int, ends_ns: Sequence[int | None]
@@ -148,20 +149,25 @@ class BlockWriter:
         at = self._samples_at
         pieces: list[int] = []
         frames: list[FramePiece] = []
+        words: memoryview[Any] = block.data
+        floats = words.cast("B").cast("f")
         for feed in behind:
-            at = feed.pack(block, at, pieces, frames)
+            at = feed.pack(words, floats, at, pieces, frames)
         is_all = not any(feed.is_behind for feed in behind)
         header = sequence, len(pieces) // PIECE_WORDS
-        block[: HEADER_WORDS + self.told_words] = [*header, *self._table(ends_ns)]
+        self._front.pack_into(words, 0, *header, *self._table(sources))
         if self._points:
             self._commit(block[HEADER_WORDS + self.told_words : self._pieces_at])
-        block[self._pieces_at : self._pieces_at + len(pieces)] = pieces
+        pack_into(f"={len(pieces)}q", words, self._pieces_at * WORD_BYTES, *pieces)
         return Packed(at, frames, is_all)
 
     def repeat(self) -> None:
-        """Have the next block bring the newest sample of each ring again, to where it lies."""
+        """Have the next block bring the newest sample of each ring again, to where it lies.
+
+        Not of a camera's: its pixels may be gone.
+        """
         for feed in self._feeds:
-            feed.sent -= 1
+            feed.sent -= not feed.is_image
 
     def _has_new_commitment(self) -> bool:
         pairs = zip(self._rows, self._committed, strict=True)
@@ -187,24 +193,23 @@ class BlockWriter:
             actions = words[at + COMMITMENT_WORDS : at + self.commitment_words].view(np.float32)
             actions[: n * self._action_dim] = commitment.actions[:n].ravel()
 
-    def _table(self, ends_ns: Sequence[int | None]) -> list[int]:
-        table = []
-        for row, (served, end_ns) in enumerate(zip(self._rows, ends_ns, strict=True)):
-            if self._is_sent(row):
-                self._newest_rx_ns[row] = served.reference.newest_rx_ns
+    def _table(self, sources: Sequence[tuple[Any, ...]]) -> list[int]:
+        table: list[int] = []
+        rows, newest_rx_ns = len(sources), self._newest_rx_ns
+        references = self._feeds[self.reference * rows :]
+        for row, (session, session_epoch, end_ns, text, conditioning, _) in enumerate(sources):
+            ring = references[row].ring
+            if references[row].sent == ring.accepted:
+                newest_rx_ns[row] = ring.newest_rx_ns
             end = NEWEST if end_ns is None else end_ns
-            table += [served.session, served.session_epoch, end, self._newest_rx_ns[row]]
-            table += [served.instruction_id, served.conditioning_epoch]
-        for feed, served in zip(self._feeds, cycle(self._rows), strict=False):
-            ring = feed.ring
-            sent, oldest = feed.sent, ring.accepted - ring.count
-            shown = sent - oldest if sent > oldest and not served.awaits_text else 0
-            table += [sent, shown, feed.newest_ns]
+            table += session, session_epoch, end, newest_rx_ns[row], text, conditioning
+        for number, feed in enumerate(self._feeds):
+            sent, ring = feed.sent, feed.ring
+            shown = sent - ring.accepted + ring.count
+            if shown < 0 or sources[number % rows][-1]:  # it awaits its text
+                shown = 0
+            table += sent, shown, feed.newest_ns
         return table
-
-    def _is_sent(self, row: int) -> bool:
-        feed = self._feeds[self.reference * len(self._rows) + row]
-        return feed.sent == feed.ring.accepted
 
 
 class _Feed:
@@ -217,11 +222,11 @@ class _Feed:
         self.newest_ns = ring.newest_ns
         self.capacity = bank.capacity
         self._place = (stream, row)
-        self._stamps: NDArray[np.int64] = bank.stamps_ns[row].numpy()
-        self._is_image = bank.is_image
-        self._values: NDArray[np.float32] = bank.values[row].view(-1).numpy()
-        self._dim = bank.stream.dim
-        value_bytes = 0 if self._is_image else VALUE_BYTES * self._dim
+        self._stamps: memoryview[Any] = bank.stamps_ns[row].numpy().data
+        self.is_image = bank.is_image
+        self._values: memoryview[Any] = bank.values[row].view(-1).numpy().data
+        self._dim = 0 if self.is_image else bank.stream.dim  # values in a block
+        value_bytes = VALUE_BYTES * self._dim
         self.sample_words = 1 + -(-value_bytes // WORD_BYTES)
 
     @property
@@ -231,42 +236,49 @@ class _Feed:
         return ring.accepted != self.sent or ring.count != self.held
 
     def pack(
-        self, block: NDArray[np.int64], at: int, pieces: list[int], frames: list[FramePiece]
+        self,
+        words: memoryview[Any],
+        floats: memoryview[Any],
+        at: int,
+        pieces: list[int],
+        frames: list[FramePiece],
     ) -> int:
-        """Append what fits of the new samples at word ``at``; returns where the next may begin."""
+        """Append what fits of the new samples at word ``at``; returns where the next may begin.
+
+        ``floats`` is the same block as ``words``.
+        """
         ring = self.ring
-        self.held = ring.count
-        first = max(self.sent, ring.accepted - ring.count)
-        n = min(ring.accepted - first, (len(block) - at) // self.sample_words)
+        accepted, self.held = ring.accepted, ring.count
+        first = max(self.sent, accepted - self.held)
+        n = min(accepted - first, (len(words) - at) // self.sample_words)
         self.sent = first
         if n <= 0:
             return at
         begin = first % self.capacity
         until_wrap = min(n, self.capacity - begin)
-        self._copy(block, at, at + n, begin, until_wrap)
+        self._copy(words, floats, at, at + n, begin, until_wrap)
         if until_wrap < n:
-            self._copy(block, at + until_wrap, at + n, 0, n - until_wrap, until_wrap * self._dim)
-        if self._is_image:
+            self._copy(words, floats, at + until_wrap, at + n, 0, n - until_wrap, until_wrap)
+        if self.is_image:
             frames += [FramePiece(*self._place, number) for number in range(first, first + n)]
-        pieces += [*self._place, first, n, at * WORD_BYTES]
+        pieces += (*self._place, first, n, at * WORD_BYTES)
         self.sent = first + n
-        is_all = self.sent == ring.accepted
-        newest_at = (self.sent - 1) % self.capacity
-        self.newest_ns = ring.newest_ns if is_all else int(self._stamps[newest_at])
+        is_all = self.sent == accepted
+        self.newest_ns = ring.newest_ns if is_all else self._stamps[(self.sent - 1) % self.capacity]
         return at + n * self.sample_words
 
     def _copy(
         self,
-        block: NDArray[np.int64],
+        words: memoryview[Any],
+        floats: memoryview[Any],
         stamps_at: int,
         values_at: int,
         begin: int,
         n: int,
         behind: int = 0,
     ) -> None:
-        """Samples that lie side by side; values ``behind`` those of an earlier part."""
-        block[stamps_at : stamps_at + n] = self._stamps[begin : begin + n]
-        if not self._is_image:
-            to = values_at * (WORD_BYTES // VALUE_BYTES) + behind
-            values = self._values[begin * self._dim : (begin + n) * self._dim]
-            block.view(np.float32)[to : to + n * self._dim] = values
+        """Samples that lie side by side; values ``behind`` so many of an earlier part."""
+        words[stamps_at : stamps_at + n] = self._stamps[begin : begin + n]
+        if dim := self._dim:
+            to = values_at * (WORD_BYTES // VALUE_BYTES) + behind * dim
+            floats[to : to + n * dim] = self._values[begin * dim : (begin + n) * dim]

@@ -95,6 +95,8 @@ class DeviceWindow:
         Raises:
             WatchdogError: with ``ends_ns``, no block of memory came free for 5 s.
         """
+        if self.is_idle:
+            self.rings.unlock_gone()
         if ends_ns is None:
             return self._is_scheduled or self.rings.ingest()
         while not self.rings.ingest(ends_ns):
@@ -178,6 +180,7 @@ class DeviceWindow:
         if self._numbers[index, 0] != self._taken or self._taken == self._queued:
             raise ProtocolError(f"window {self._taken} is not complete, {self._queued} are queued")
         self._taken += 1
+        self.rings.let_go()
         limit = self._rows if self._limits is None else int(self._limits[index])
         if (used := (int(self._numbers[index, 1]), limit)) != self._used:
             words = self._kernels.records[index, cuda_rings.RECORD_WORDS :].tolist()

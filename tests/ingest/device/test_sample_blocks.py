@@ -222,9 +222,10 @@ def test_frames_travel_beside_the_block_and_their_stamps_in_it() -> None:
     assert is_all
     assert [tuple(frame) for frame in frames] == [(1, 0, 0), (1, 0, 1)]
     assert words == writer.block_words - 2 * 6 - 6 + 2 + 2  # of 6 q and 6 frames, 1 and 2 travel
-    writer.repeat()
-    _, frames, _ = writer.write(np.zeros(writer.block_words, np.int64), 2, [None])
-    assert [tuple(frame) for frame in frames] == [(1, 0, 1)]
+    writer.repeat()  # not of frames: their pixels may be gone
+    words, frames, _ = writer.write(np.zeros(writer.block_words, np.int64), 2, [None])
+    assert words
+    assert frames == []
 
 
 @settings(max_examples=80, deadline=None)
