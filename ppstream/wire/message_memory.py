@@ -33,6 +33,7 @@ MAGIC: Final = b"\xc1ppstrm\0"
 MARK: Final = struct.Struct("<QQ")  # twice: one that is written meanwhile reads as two numbers
 PAGE_BYTES: Final = 4096  # before the messages: the mark of the newest one that was read
 ROOM_BYTES: Final = 128 << 20  # for messages that wait; memory is taken where one was written
+WAITING_MAX: Final = 1 << 14  # messages whose sender has not heard that they were read
 KEPT_BYTES: Final = 32 << 20  # a memory that was ever fuller is replaced once all of it is read
 
 
@@ -133,7 +134,7 @@ class PeerMemory:
         """The message that ``carrier`` tells of.
 
         Raises:
-            ProtocolError: it tells of nothing that can be there.
+            ProtocolError: it tells of nothing that can be there, or too many wait.
             EOFError: of more than ``size_max`` bytes.
         """
         magic, at, size, mark = CARRIER.unpack_from(carrier)
@@ -141,6 +142,8 @@ class PeerMemory:
             raise EOFError
         if magic != MAGIC or not size or at + size > self._size:
             raise ProtocolError("a carrier of no message")
+        if len(self._waits) >= WAITING_MAX:
+            raise ProtocolError("more messages than a sender has room for")
         self._waits[mark] = True
         return LargeMessage(self, at, size, mark)
 

@@ -119,6 +119,20 @@ def test_a_message_that_is_needed_is_not_written_over_though_later_ones_were_rea
     assert fourth.head(ROOM) == b"d" * 400
 
 
+def test_who_sends_on_and_on_while_one_message_is_needed_is_not_remembered_for_ever() -> None:
+    fd = memory()
+    theirs = PeerMemory(fd, os.close)
+    needed = theirs.message(CARRIER.pack(MAGIC, 0, 1, 1), SIZE)
+    for mark in range(2, message_memory.WAITING_MAX + 1):
+        theirs.message(CARRIER.pack(MAGIC, 0, 1, mark), SIZE)
+    with pytest.raises(ProtocolError, match="more messages than"):
+        theirs.message(CARRIER.pack(MAGIC, 0, 1, 1 << 20), SIZE)
+    del needed
+    assert MARK.unpack(os.pread(fd, MARK.size, 0)) == (message_memory.WAITING_MAX,) * 2
+    theirs.message(CARRIER.pack(MAGIC, 0, 1, 1 << 20), SIZE)
+    assert MARK.unpack(os.pread(fd, MARK.size, 0)) == (1 << 20,) * 2
+
+
 def test_a_message_tells_where_its_bytes_lie_and_its_memory_is_mapped(wire: Wire) -> None:
     sent = wire.message(LARGE, head=b"head")
     memory_of, at = sent.place(4, len(LARGE))
