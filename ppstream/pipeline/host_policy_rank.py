@@ -94,6 +94,7 @@ class HostPolicyRank(PolicyRank):
         self._is_in_mesh = config.placement.mesh > 1
         if self._is_in_mesh:
             self.mark.name = f"stage B on rank {rank}"
+        self._waited_turn = -1  # the newest in which another rank of the mesh was waited for
         self._newest_b: deque[int] = deque(maxlen=config.bringup.standalone)  # durations
         self._keep_warm = KeepWarm(log, self._warm_up)
         self._peer_fd = peer.fileno()
@@ -242,15 +243,21 @@ class HostPolicyRank(PolicyRank):
 
     @property
     def standstill_ns(self) -> int:
-        """As ``PolicyRank``; who waits for another rank of a mesh is never named first."""
+        """As ``PolicyRank``; who waits for another rank of a mesh is never named first.
+
+        Nor who has waited since its mark moved: when that rank ends, what the collective then
+        raises may take a while to arrive.
+        """
         limit_ns = super().standstill_ns
         if not self._is_in_mesh:
             return limit_ns
-        waits = waits_for_collective(self.mark.thread_id) or (
+        turn = self.mark.turns
+        if waits_for_collective(self.mark.thread_id) or (
             not is_patient(self.phase, self.log.mode)  # before, graphs are being recorded
             and waits_for_gpu()
-        )
-        return limit_ns + MESH_SPARE_NS * waits
+        ):
+            self._waited_turn = turn
+        return limit_ns + MESH_SPARE_NS * (self._waited_turn == turn)
 
     def close(self) -> None:
         """As ``PolicyRank``."""

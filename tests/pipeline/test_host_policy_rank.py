@@ -4,9 +4,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 from pipeline_in_process import NewestValues, PipelineInProcess, small_config
 from robot_rig import wait_until
 
+from ppstream.pipeline import host_policy_rank
+from ppstream.pipeline.host_policy_rank import MESH_SPARE_NS
 from ppstream.wire.rank_messages import Measure
 
 
@@ -41,3 +44,27 @@ def test_a_line_tells_of_its_own_envelope(tmp_path: Path) -> None:
     for rank0, policy in pairs:
         assert (rank0["epoch"], rank0["seq"]) == (policy["epoch"], policy["seq"])
         assert rank0["tSend"] <= policy["tB0"] <= policy["tB1"] <= policy["tOut"] <= rank0["tRecv"]
+
+
+def test_who_has_waited_for_its_mesh_is_spared_until_its_envelope_is_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A collective that another rank's end breaks is left some time before it has raised."""
+    limits_ns: list[list[int]] = []
+
+    def act(_: int) -> None:
+        found = []
+        for waits in (False, True, False):
+            monkeypatch.setattr(
+                host_policy_rank, "waits_for_collective", lambda _, is_in=waits: is_in
+            )
+            found.append(pipeline.policy_loop.standstill_ns)
+        limits_ns.append(found)
+
+    with PipelineInProcess(
+        small_config("placement.mesh=2"), NewestValues(act), tmp_path
+    ) as pipeline:
+        pipeline.saturate()
+        pipeline.rank0.run(3)
+    usual_ns = limits_ns[0][0]
+    assert limits_ns == [[usual_ns, usual_ns + MESH_SPARE_NS, usual_ns + MESH_SPARE_NS]] * 3
