@@ -368,10 +368,14 @@ class QueuedWindows(StageA):
 
     def settle(self, flight: Flight) -> None:
         """As ``StageA``; once for each ``build``, at any time before the next one."""
-        self._ended.synchronize()
-        took_ns = round(self._begun.elapsed_time(self._ended) * NS_PER_MS)
-        flight.record.tA1 = max(flight.record.tA1 or 0, self._queued_ns + took_ns)
+        flight.record.tA1 = max(flight.record.tA1 or 0, self._await_end())
         self._windows.settle(flight)
+
+    def _await_end(self) -> int:
+        """Returns when the GPU had cut the window."""
+        self._ended.synchronize()
+        took_ms: float = self._begun.elapsed_time(self._ended)
+        return self._queued_ns + round(took_ms * NS_PER_MS)
 
 
 def taken_owners(taken: TakenWindow, lease_ns: int) -> list[Owner]:
