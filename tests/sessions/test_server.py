@@ -5,7 +5,7 @@ import os
 import select
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -381,10 +381,25 @@ def config_with_cameras(rows: int = 2) -> PipelineConfig:
     return msgspec.structs.replace(config, streams=(*config.streams, *cameras))
 
 
+class LocalRobot(NamedTuple):
+    desk: Desk
+    socket: MessageSocket
+    session: int
+
+
 @pytest.fixture
 def desk_with_cameras() -> Iterator[Desk]:
     with open_desk(config=config_with_cameras()) as desk:
         yield desk
+
+
+@pytest.fixture
+def local_robot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalRobot]:
+    """A robot with cameras whose frames lie in memory that it shares."""
+    monkeypatch.setattr("robot_rig.default_endpoint", f"unix://{tmp_path}/own")
+    with open_desk(config=config_with_cameras()) as desk:
+        socket = desk.robot()
+        yield LocalRobot(desk, socket, admit_with_cameras(desk, socket))
 
 
 def frames(session: int, *stamps_ns: int, stream: int = 3, seed: int = 0) -> m.Samples:
@@ -433,26 +448,23 @@ def test_large_frames_are_judged_as_small_ones(desk_with_cameras: Desk) -> None:
 
 @pytest.mark.parametrize("spoil", ["longer", "shorter", "other length", "other stream"])
 def test_a_large_message_that_is_nearly_a_frame_is_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spoil: str
+    local_robot: LocalRobot, spoil: str
 ) -> None:
-    monkeypatch.setattr("robot_rig.default_endpoint", f"unix://{tmp_path}/own")
-    with open_desk(config=config_with_cameras()) as desk:
-        robot = desk.robot()
-        session = admit_with_cameras(desk, robot)
-        whole = bytearray(encoder.encode(frames(session, 7)))
-        length_at = len(whole) - SIDE * SIDE * 3 - 4
-        if spoil == "longer":
-            whole += b"\0"
-        elif spoil == "shorter":
-            del whole[-1]
-        elif spoil == "other length":
-            whole[length_at + 3] ^= 1
-        else:
-            whole[whole.index(encoder.encode(session)) + len(encoder.encode(session))] = 0xC0
-        assert robot.send(bytes(whole))
-        assert desk.sessions.drain(desk.now_ns) == 0
-        assert desk.sessions.statistics().frames_dropped == {"undecodable": 1}
-        assert desk.send(robot, frames(session, 7)) == 1
+    desk, robot, session = local_robot
+    whole = bytearray(encoder.encode(frames(session, 7)))
+    length_at = len(whole) - SIDE * SIDE * 3 - 4
+    if spoil == "longer":
+        whole += b"\0"
+    elif spoil == "shorter":
+        del whole[-1]
+    elif spoil == "other length":
+        whole[length_at + 3] ^= 1
+    else:
+        whole[whole.index(encoder.encode(session)) + len(encoder.encode(session))] = 0xC0
+    assert robot.send(bytes(whole))
+    assert desk.sessions.drain(desk.now_ns) == 0
+    assert desk.sessions.statistics().frames_dropped == {"undecodable": 1}
+    assert desk.send(robot, frames(session, 7)) == 1
 
 
 @pytest.mark.parametrize("rows", [1, 2])
@@ -487,17 +499,14 @@ def test_what_comes_while_a_large_frame_is_read_is_taken_behind_it(
 
 @pytest.mark.parametrize("call", ["pread", "preadv"])
 def test_a_large_frame_whose_memory_is_lost_is_dropped_and_the_next_one_taken(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+    local_robot: LocalRobot, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
-    monkeypatch.setattr("robot_rig.default_endpoint", f"unix://{tmp_path}/own")
-    with open_desk(config=config_with_cameras()) as desk:
-        robot = desk.robot()
-        session = admit_with_cameras(desk, robot)
-        with monkeypatch.context() as patch:
-            patch.setattr(os, call, lost_but_its_mark)
-            assert desk.send(robot, frames(session, 5)) == 0
-        assert desk.sessions.statistics().frames_dropped == {"undecodable": 1}
-        assert desk.send(robot, frames(session, 7)) == 1
+    desk, robot, session = local_robot
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, lost_but_its_mark)
+        assert desk.send(robot, frames(session, 5)) == 0
+    assert desk.sessions.statistics().frames_dropped == {"undecodable": 1}
+    assert desk.send(robot, frames(session, 7)) == 1
 
 
 def lost_but_its_mark(fd: int, what: int, at: int, pread: Any = os.pread) -> Any:

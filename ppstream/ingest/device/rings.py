@@ -37,7 +37,8 @@ if TYPE_CHECKING:
     from ppstream.wire.message_memory import LargeMessage
 
 BLOCKS: Final = 8  # of pinned memory: so many may be on their way
-BRINGING_MAX: Final = 2  # blocks whose frames wait for a window to be over: then nobody waits
+#: Of senders' frames: so many are let go of behind a window, where nobody waits, and not before it.
+BRINGING_MAX: Final = 2
 IN_PLACE_WORDS: Final = 2048  # of a block, at most, where the kernel reads it in host memory
 
 _cuda: Final[Any] = torch.cuda  # torch does not annotate its methods
