@@ -8,6 +8,7 @@ the resampling call, which so serves every row at once and reads the rings in pl
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from operator import lt
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
@@ -38,8 +39,8 @@ if TYPE_CHECKING:
     from ppstream.recording.items import RowTap
     from ppstream.wire.message_memory import LargeMessage
 
-#: Of a frame: the place in the ring, its number, and where it lies. False: it cannot stay there.
-KeepFrame: TypeAlias = Callable[[int, int, "LargeMessage", int], bool]
+#: Of a frame: its number in the ring, and where it lies. False: it cannot stay there.
+KeepFrame: TypeAlias = Callable[[int, "LargeMessage", int], bool]
 FLOAT32_MAX: Final = float(np.finfo(np.float32).max)
 _INT64: Final = np.dtype(np.int64)
 
@@ -192,19 +193,19 @@ class SensorRing(native.Ring):
         Raises:
             ProtocolError: it cannot be read; it is not counted, and the ring may be empty now.
         """
-        stamps = np.ndarray((1,), _INT64, stamp)
-        is_newer = self._tap is None and stamps.item(0) > self.newest_ns
-        if is_newer and self._clock.accepts(stamps.item(0), rx_ns):
-            place, keep = self.accepted % self._capacity, self.keep_frame
-            if keep is None or not keep(place, self.accepted, frame, offset):
+        stamp_ns = int.from_bytes(stamp, sys.byteorder, signed=True)
+        is_newer = self._tap is None and stamp_ns > self.newest_ns
+        if is_newer and self._clock.accepts(stamp_ns, rx_ns):
+            if (keep := self.keep_frame) is None or not keep(self.accepted, frame, offset):
                 try:
-                    frame.read_into(self._values[place].data, offset)
+                    frame.read_into(self._values[self.accepted % self._capacity].data, offset)
                 except ProtocolError:  # the oldest frame may lie there, half overwritten
                     self.clear(OVERWRITTEN)
                     raise
             self.ledger.received += 1
-            self._note(stamps, rx_ns)
+            self._note_one(stamp_ns, rx_ns)
             return 1
+        stamps = np.ndarray((1,), _INT64, stamp)
         values = self._frame(frame, offset)
         if is_newer:
             self.ledger.received += 1
@@ -335,22 +336,32 @@ class SensorRing(native.Ring):
         else:
             first = capacity - begin
             self._stamps[begin:], self._stamps[: end - capacity] = stamps[:first], stamps[first:]
-        self.accepted += n
-        self.ledger.in_flight += n
-        if self.count < capacity:
-            self._counts[self.row] = self.count = min(capacity, self.count + n)
-        oldest = self.accepted - self.count
-        self._heads[self.row] = oldest % capacity
-        if self.settled < oldest:
-            self._drop_before(oldest, OVERWRITTEN)
         before_ns = stamps.item(0) if self.newest_ns == NEVER_NS else self.newest_ns
-        self.newest_ns = stamps.item(n - 1)
+        self._advance(n, stamps.item(n - 1), rx_ns)
         if self.newest_ns - before_ns > self._gap_ns:
             steps_ns = np.diff(stamps, prepend=before_ns)
             holes_ns = steps_ns[steps_ns > self._gap_ns]
             if len(holes_ns):
                 self.ledger.add_holes(len(holes_ns), int(holes_ns.max()))
-        self.newest_rx_ns = rx_ns
+
+    def _note_one(self, stamp_ns: int, rx_ns: int) -> None:
+        """As ``_note``, of one: without arrays, which cost more than all else."""
+        self._stamps[self.accepted % self._capacity] = stamp_ns
+        before_ns = stamp_ns if self.newest_ns == NEVER_NS else self.newest_ns
+        self._advance(1, stamp_ns, rx_ns)
+        if (step_ns := stamp_ns - before_ns) > self._gap_ns:
+            self.ledger.add_holes(1, step_ns)
+
+    def _advance(self, n: int, newest_ns: int, rx_ns: int) -> None:
+        self.accepted += n
+        self.ledger.in_flight += n
+        if self.count < self._capacity:
+            self._counts[self.row] = self.count = min(self._capacity, self.count + n)
+        oldest = self.accepted - self.count
+        self._heads[self.row] = oldest % self._capacity
+        if self.settled < oldest:
+            self._drop_before(oldest, OVERWRITTEN)
+        self.newest_ns, self.newest_rx_ns = newest_ns, rx_ns
 
     def _drop_before(self, number: int, reason: str) -> None:
         if self.settled < number:

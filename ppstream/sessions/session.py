@@ -18,6 +18,8 @@ from ppstream.observe.statistics import SessionStatistics
 from ppstream.wire.robot_messages import Samples, in_parts
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from ppstream.ingest.ring import SensorRing
     from ppstream.ingest.rows import RowInput
     from ppstream.wire.message_memory import LargeMessage
@@ -135,23 +137,25 @@ class Session:
     offset: OffsetEstimate = field(default_factory=OffsetEstimate)
     episode: int = 0
     is_serving: bool = False
-    head_bytes: int = 0  # the most that a raw frame's message has before the pixels
+    cameras: Sequence[SessionStream] = ()  # whose raw frames may come
+    head_bytes: int = 0  # the most that such a frame's message has before the pixels
 
     def serve(self) -> None:
         """Take the row over."""
         self.is_serving = True
         for index, stream in enumerate(self.streams):
             stream.serve(self.id, index)
-        self.head_bytes = max((stream.head_bytes for stream in self.streams), default=0)
+        self.cameras = [stream for stream in self.streams if stream.head_bytes]
+        self.head_bytes = max((stream.head_bytes for stream in self.cameras), default=0)
         self.row.open(self.id, is_real_time=self.hello.real_time)
         self.row.robot = self.hello.robot
         self.row.session_epoch = self.episode  # a robot may reset while it waits for *ready*
 
     def frame_in(self, message: LargeMessage) -> RawFrame | None:
         """The raw frame that ``message`` is; None: it is another message."""
-        head = message.head(self.head_bytes)
-        for stream in self.streams:
-            if frame := stream.frame_in(head, len(message)):
+        head, size = message.head(self.head_bytes), len(message)
+        for camera in self.cameras:
+            if frame := camera.frame_in(head, size):
                 return frame
         return None
 

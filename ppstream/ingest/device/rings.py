@@ -12,16 +12,15 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
 from ppstream.core.errors import ConfigError
+from ppstream.cuda.driver import DeviceError, register_host, unregister_host
 from ppstream.cuda.streams import torch_stream
 from ppstream.ingest.device.sample_blocks import GUARD, WORD_BYTES, BlockWriter, FramePiece
-from ppstream.ingest.device.sender_memory import KeptFrame, SenderMemories
-from ppstream.ingest.sample_ledger import OVERWRITTEN
+from ppstream.ingest.device.sender_memory import KeptFrame, KeptFrames, SenderMemories
 from ppstream_kernels import cuda_rings
 from ppstream_kernels.kernel_launch import KernelLaunch
 
@@ -32,9 +31,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from ppstream.ingest.ring import RingBank, SensorRing
+    from ppstream.ingest.ring import RingBank
     from ppstream.ingest.rows import RowInput
-    from ppstream.wire.message_memory import LargeMessage
 
 BLOCKS: Final = 8  # of pinned memory: so many may be on their way
 #: Of senders' frames: so many are let go of behind a window, where nobody waits, and not before it.
@@ -101,7 +99,7 @@ class DeviceRings:
             _lock(values)
         self._senders = SenderMemories()
         self._kept = {
-            (stream, row): _keep_frames(served.rings[name], self._senders)
+            (stream, row): KeptFrames(served.rings[name], self._senders)
             for stream, (name, bank) in enumerate(banks.items())
             for row, served in enumerate(rows if bank.is_image else ())
         }
@@ -197,19 +195,15 @@ class DeviceRings:
         size_bytes = bank.stream.dim
         slots = GUARD * bank.capacity
         to = frame.row * slots + frame.number % slots
-        place = frame.number % bank.capacity
-        ring, kept = self.rings[bank.stream.name], self._kept[frame.stream, frame.row]
-        found = kept[place]
-        if found is not None and found.number == frame.number:
-            kept[place] = None
+        found = self._kept[frame.stream, frame.row].take(frame.number)
+        if found is not None:
             brings.append(found)
             source = found.address
         else:
-            at = frame.row * bank.capacity + place
+            at = frame.row * bank.capacity + frame.number % bank.capacity
             source = bank.values.data_ptr() + at * size_bytes
-        cuda_rings.copy_to_device(
-            ring.values.data_ptr() + to * size_bytes, source, size_bytes, stream
-        )
+        values = self.rings[bank.stream.name].values
+        cuda_rings.copy_to_device(values.data_ptr() + to * size_bytes, source, size_bytes, stream)
 
     def _block(self, device: torch.device) -> _Block:
         words = self.writer.block_words
@@ -245,43 +239,21 @@ def _lane(ring: DeviceRing) -> cuda_rings.Lane:
     )
 
 
-def _keep_frames(ring: SensorRing, senders: SenderMemories) -> list[KeptFrame | None]:
-    """Returns frames by their place in ``ring``, which are not in the bank but at their senders."""
-    if ring.keep_frame is not None:  # another GPU's rings have had them
-        ring.clear(OVERWRITTEN)
-    kept: list[KeptFrame | None] = [None] * ring.bank.capacity
-    ring.keep_frame = partial(_keep, kept, senders, ring.stream.dim)
-    return kept
-
-
-def _keep(
-    kept: list[KeptFrame | None],
-    senders: SenderMemories,
-    size_bytes: int,
-    place: int,
-    number: int,
-    message: LargeMessage,
-    offset: int,
-) -> bool:
-    kept[place] = found = senders.frame(number, message, offset, size_bytes)
-    return found is not None
-
-
 def _unlock(stream: Any, locked: list[Tensor], senders: SenderMemories) -> None:
     """Memory that is freed while it is locked would be refused to its next owner."""
     stream.synchronize()
     senders.close()
     for values in locked:
-        _cuda.cudart().cudaHostUnregister(values.data_ptr())
+        unregister_host(values.data_ptr())
 
 
 def _lock(values: Tensor) -> None:
-    size_bytes = values.numel() * values.element_size()
-    error = _cuda.cudart().cudaHostRegister(values.data_ptr(), size_bytes, 0)
-    if int(error) != 0:
+    try:
+        register_host(values.data_ptr(), values.nbytes)
+    except DeviceError as error:
         raise ConfigError(
             [
-                f"streams: {size_bytes} bytes of frames cannot be page-locked ({error}); "
+                f"streams: {values.nbytes} bytes of frames cannot be page-locked ({error}); "
                 "raise the limit of lockable memory (ulimit -l) or lower max_age_ms or image.frames"
             ]
-        )
+        ) from error

@@ -14,10 +14,12 @@ import torch
 
 from ppstream.core.errors import ProtocolError
 from ppstream.cuda.driver import DeviceError, register_host, unregister_host
+from ppstream.ingest.sample_ledger import OVERWRITTEN
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from ppstream.ingest.ring import SensorRing
     from ppstream.wire.message_memory import LargeMessage, PeerMemory
 
 LOCKED_BYTES: Final = 4 << 20  # of each; what waits to be read by a GPU seldom needs more
@@ -91,3 +93,34 @@ class SenderMemories:
     def _unlock(self, address: int) -> None:
         if self._locked.pop(address, None) is not None:
             unregister_host(address)
+
+
+class KeptFrames:
+    """Frames of one ring that are not in its bank but at their senders.
+
+    Args:
+        ring: tells of each frame from now on. If it told another GPU's rings before, it begins
+            anew: those pixels are in no bank.
+        senders: as follows.
+    """
+
+    def __init__(self, ring: SensorRing, senders: SenderMemories) -> None:
+        if ring.keep_frame is not None:
+            ring.clear(OVERWRITTEN)
+        self._senders, self._size_bytes = senders, ring.stream.dim
+        self._frames: list[KeptFrame | None] = [None] * ring.bank.capacity  # by place in the ring
+        ring.keep_frame = self._keep
+
+    def take(self, number: int) -> KeptFrame | None:
+        """Returns the frame of this number, which is kept no longer; None: the bank has it."""
+        place = number % len(self._frames)
+        found = self._frames[place]
+        if found is None or found.number != number:
+            return None
+        self._frames[place] = None
+        return found
+
+    def _keep(self, number: int, message: LargeMessage, offset: int) -> bool:
+        found = self._senders.frame(number, message, offset, self._size_bytes)
+        self._frames[number % len(self._frames)] = found
+        return found is not None

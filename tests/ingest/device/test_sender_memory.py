@@ -6,11 +6,15 @@ from collections.abc import Iterator
 
 import pytest
 from memory_rig import LARGE, SIZE, Wire, memory
+from stream_cases import stream
 
+from ppstream.config.schema import ImageConfig
 from ppstream.core.errors import ProtocolError
 from ppstream.cuda.driver import DeviceError
 from ppstream.ingest.device import sender_memory
-from ppstream.ingest.device.sender_memory import SenderMemories
+from ppstream.ingest.device.sender_memory import KeptFrames, SenderMemories
+from ppstream.ingest.ring import RingBank
+from ppstream.ingest.rows import RowInput
 from ppstream.wire.message_memory import CARRIER, MAGIC, MARK, PAGE_BYTES, PeerMemory
 
 
@@ -87,6 +91,28 @@ def test_what_lies_further_behind_or_cannot_be_locked_is_the_cpus(
     with Wire() as other:
         assert senders.frame(4, other.message(LARGE), 0, len(LARGE)) is None
     assert len(driver.locked) == 1
+
+
+def test_a_ring_keeps_frames_by_their_numbers_and_each_is_taken_once(
+    driver: Driver, wire: Wire
+) -> None:
+    camera = stream("front", dim=len(LARGE), dtype="uint8", image=ImageConfig(height=1, width=1))
+    row = RowInput({"front": RingBank(camera, 1, 2)}, 0, "front")
+    row.open(7)
+    ring, senders = row.reference, SenderMemories()
+    kept = KeptFrames(ring, senders)
+    for number in range(3):
+        stamp = (10**12 + number).to_bytes(8, "little")
+        assert ring.append_frame(stamp, wire.message(LARGE), 0, 10**12) == 1
+    assert kept.take(0) is None  # the third lies in its place
+    for number in (1, 2):
+        found = kept.take(number)
+        assert found is not None
+        assert found.number == number
+        assert kept.take(number) is None
+    KeptFrames(ring, senders)
+    assert (ring.count, ring.ledger.dropped) == (0, {"overwritten": 3})
+    ring.check()
 
 
 def test_a_memory_that_cannot_be_mapped_is_the_cpus_and_a_small_one_is_mapped_whole(
