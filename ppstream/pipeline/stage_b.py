@@ -136,7 +136,9 @@ class StageB:
         return instruct(self._policy, number, text)
 
     def _outputs_of(self, result: Slot) -> Outputs:
-        outputs = self._outputs[id(result)] = Outputs(result, self._integers)
+        is_locked = getattr(self._policy, "copies_from_gpu", False)
+        outputs = Outputs(result, self._integers, is_locked=is_locked)
+        self._outputs[id(result)] = outputs
         return outputs
 
     def _know(self, envelope: Slot) -> _Known:

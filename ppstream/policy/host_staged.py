@@ -40,6 +40,7 @@ class StagedPolicy:
     """
 
     takes_rows = True
+    copies_from_gpu = True  # into page-locked memory without the driver's own in between
 
     def __init__(
         self, policy: Policy, device: torch.device, rows: int, *, reads_host: bool = True

@@ -181,15 +181,16 @@ class Outputs:
     Args:
         slot: where the result goes.
         integers: what integers are filled with.
+        is_locked: memory of its own is page-locked, for a policy that copies it from a GPU.
 
     Attributes:
         given: the mapping to hand to the policy.
         slot: as it came.
     """
 
-    def __init__(self, slot: HasTensors, integers: int) -> None:
+    def __init__(self, slot: HasTensors, integers: int, *, is_locked: bool = False) -> None:
         self.slot = slot
-        self._integers = integers
+        self._integers, self._is_locked = integers, is_locked
         self._probes = tuple(_Probe(name, t, integers) for name, t in slot.tensors.items())
         large = [probe for probe in self._probes if slot.tensors[probe.name].nbytes > WHOLE_BYTES]
         self._large = {probe.name: (probe, _apart(slot.tensors[probe.name])) for probe in large}
@@ -213,7 +214,7 @@ class Outputs:
 
     def _lend(self, tensor: Tensor) -> Tensor:
         """Returns memory for what ends up in ``tensor``."""
-        own = torch.empty_like(tensor)
+        own = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self._is_locked)
         storage = own.untyped_storage()  # held: its address stays its own
         self._own.append((own, storage, storage._cdata))
         memory, layout = _bytes(own).data, _Layout.of(tensor, self._integers)

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from ppstream.core.specs import TensorSpec
+from ppstream.links.slots import SlotLayout, new_slots
+from ppstream.pipeline.stage_b import StageB
 from ppstream.policy.graphed import GraphedPolicy
 from ppstream.policy.host_staged import StagedPolicy
 from ppstream.policy.protocol import Policy, instruct
@@ -51,6 +53,34 @@ def test_what_a_policy_on_a_gpu_writes_is_in_host_memory_when_the_call_returns()
         policy.out["actions"] = torch.zeros(ROWS, 3)  # type: ignore[index]
     staged.reset(torch.tensor([True, False]))
     assert policy.resets[0].device.type == "cuda"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_stage_b_lends_page_locked_memory_for_what_comes_from_a_gpu() -> None:
+    """A copy to any other memory holds the caller up until the GPU is done, and goes twice."""
+
+    class Noting(StagedPolicy):
+        def __call__(
+            self, window: Mapping[str, Tensor], out: Mapping[str, Tensor], rows: int | None = None
+        ) -> None:
+            super().__call__(window, out, rows)
+            locked.append(out["actions"].is_pinned())
+
+    locked: list[bool] = []
+    who = TensorSpec("rows", (4,), "int64"), TensorSpec("present", (), "bool")
+    envelope, result = (
+        new_slots(SlotLayout(("index",), specs, ROWS), 1)[0]
+        for specs in ((*Doubler.inputs, *who), Doubler.outputs)
+    )
+    envelope.tensors["present"].fill_(1)
+    stage_b = StageB(Noting(Doubler(), torch.device("cuda", 0), ROWS), ROWS)
+    for value in range(3):
+        envelope.tensors["state.values"].fill_(value)
+        stage_b(0, envelope, result)
+        assert result.tensors["actions"].eq(2 * value).all()
+    assert all(locked)
+    assert not result.tensors["actions"].is_pinned()
 
 
 class Told(Doubler):
