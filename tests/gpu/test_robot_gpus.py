@@ -6,6 +6,7 @@ import signal
 import statistics
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ SERVED_S = 4.0
 #: Of an action at the robot, usually: some periods, and two hops.
 AGE_MAX_MS = {"three_cameras": 50.0, "vla_2": 120.0}
 READY_LIMIT_S = 150
+VISITS, VISIT_S = 8, 0.5
 FRAME_AGE_MAX_MS = 45.0  # of the newest frame at the window's end: one period of 33 ms, and its way
 
 
@@ -47,6 +49,39 @@ def test_three_cameras_of_a_real_robot_arrive_whole_at_30_hz(tmp_path: Path, shi
 def test_one_rank_cuts_their_windows_on_its_gpu(tmp_path: Path) -> None:
     said = serve_cameras(tmp_path, "three_cameras", ALONE, world_size=1, per_s=ALONE_PER_S)
     assert "windows are cut on cuda:0, where the policy reads them" in said
+
+
+def test_robots_that_come_and_go_hold_nobody_up_and_leave_no_locked_memory(tmp_path: Path) -> None:
+    """The GPU reads each one's frames where they lie; behind its end they are unlocked."""
+    endpoint = f"unix://{tmp_path}/r"
+    settings = (f"service.endpoint={endpoint}", "service.duration_s=60", "batch.rows=2", *ALONE)
+    config = load.locate("three_cameras")
+    with Ranks(tmp_path, *settings, world_size=1, config=config) as ranks:
+        stays = CameraRobot(endpoint, "three_cameras", "stays")
+        with stays.client as client:
+            client.connect(READY_LIMIT_S)
+            assert client.wait_ready(READY_LIMIT_S), ranks.output()
+            with ThreadPoolExecutor(1) as thread:
+                served = thread.submit(stays.run, VISITS * (VISIT_S + 1))
+                for number in range(VISITS):
+                    visitor = CameraRobot(endpoint, "three_cameras", f"visitor {number}")
+                    before = len(stays.ages_ms)
+                    with visitor.client as other:
+                        other.connect(READY_LIMIT_S)
+                        assert other.wait_ready(READY_LIMIT_S), ranks.output()
+                        visitor.run(VISIT_S)
+                        assert visitor.ages_ms
+                        assert len(stays.ages_ms) > before
+                    assert 1 <= locked_memories(ranks.processes[0].pid) <= 3  # one may just leave
+                served.result()
+        for process in ranks.processes:
+            process.send_signal(signal.SIGTERM)
+        assert ranks.wait() == [0], ranks.output()
+
+
+def locked_memories(pid: int) -> int:
+    """Robots' memories that a process has mapped: it does so to lock them alone."""
+    return Path(f"/proc/{pid}/maps").read_text().count("memfd:ppstream-messages")
 
 
 def serve_cameras(

@@ -79,9 +79,10 @@ class CameraRobot:
     Args:
         endpoint: of the service.
         name: of the configuration whose streams it sends.
+        robot: its own name.
     """
 
-    def __init__(self, endpoint: str, name: str) -> None:
+    def __init__(self, endpoint: str, name: str, robot: str = "cameras") -> None:
         config = load.read(name)
         self.sent = {stream.name: 0 for stream in config.streams}
         self.ages_ms: list[float] = []
@@ -92,7 +93,7 @@ class CameraRobot:
         declared = [(stream.name, stream.dim, stream.dtype) for stream in config.streams]
         self.client = RobotClient(
             endpoint,
-            robot="cameras",
+            robot=robot,
             streams=declared,
             actions=config.actions.names,
             on_chunk=lambda chunk: self.ages_ms.append((now_ns() - chunk.window_end_ns) * 1e-6),
