@@ -202,11 +202,15 @@ def fuzz_packets(packets: int, seed: int) -> dict[str, int]:
             with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as raw:
                 raw.settimeout(HANG_S)
                 raw.connect(f"{folder}/robots")
-                with suppress(OSError):  # it was hung up on
-                    for _ in range(min(100, packets - counts["sent"])):
-                        counts["sent"] += 1
-                        _send_packet(rng, raw)
-                        counts["frames"] += _read(server)
+                closed = server.refused().get("closed", 0)
+                for _ in range(min(100, packets - counts["sent"])):
+                    counts["sent"] += 1
+                    _send_packet(rng, raw)
+                    counts["frames"] += _read(server)
+                    if server.refused().get("closed", 0) > closed:
+                        with suppress(OSError):  # as soon as it is hung up on
+                            _send_packet(rng, raw)
+                        break
             counts["frames"] += _read(server)
         client = connect_client(server.endpoint)
         deadline = time.monotonic() + HANG_S
