@@ -2,8 +2,8 @@
 
 Memory is used again and again, so what a call leaves out is an old result. Every output is
 therefore filled before each call, and looked at behind it. Up to ``WHOLE_BYTES`` that is all of it;
-of a larger one ``SAMPLE_BYTES`` in each ``STRIDE_BYTES`` of every row, first and last ones among
-them. Rows of absent robots are not looked at.
+of a larger one ``SAMPLE_BYTES`` or little more in each ``STRIDE_BYTES`` of every row, its first and
+last bytes among them. Rows of absent robots are not looked at.
 
     float         a NaN with a payload that no arithmetic makes: a NaN of the policy's is no match
     int32, int64  a large number drawn for the run
@@ -124,10 +124,11 @@ class _Layout(NamedTuple):
             shape = (rows, 1, row_bytes // size)
             return cls(pattern, size, shape, (row_bytes, row_bytes), is_whole=True)
         size = size if row_bytes % 8 else 8  # the fewer words the better
-        sample_bytes = min(SAMPLE_BYTES, row_bytes)
-        behind_bytes = row_bytes - sample_bytes
-        steps = max(1, -(-behind_bytes // STRIDE_BYTES))
-        step_bytes = behind_bytes // steps // SAMPLE_BYTES * SAMPLE_BYTES
+        behind = max(0, row_bytes - SAMPLE_BYTES) // size  # words behind the first sample
+        least = max(1, -(-behind * size // STRIDE_BYTES))
+        steps = min(range(least, 2 * least + 1), key=lambda n: behind % n)
+        step_bytes = behind // steps * size
+        sample_bytes = row_bytes - steps * step_bytes  # the last one ends where the row does
         shape = (rows, steps + 1, sample_bytes // size)
         return cls(pattern, size, shape, (row_bytes, step_bytes), is_whole=False)
 

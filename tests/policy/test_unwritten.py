@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -129,6 +131,24 @@ def test_up_to_64_kib_a_single_value_is_found(call: Any, dtype: str) -> None:
         everything({"rows": out["second"][1:]})
 
     assert "output 'second': 1 of " in call(slot, write)
+
+
+@BOTH
+@settings(max_examples=60, deadline=None)
+@given(
+    dtype=st.sampled_from(DTYPES),
+    row_words=st.integers(1, 40 * STRIDE_BYTES // 8).filter(lambda n: n * 8 * 3 > WHOLE_BYTES),
+)
+def test_the_last_bytes_of_every_row_are_looked_at(call: Any, dtype: str, row_words: int) -> None:
+    """They are the last actions of a chunk: a policy that leaves those out repeats older ones."""
+    size = torch.empty(0, dtype=getattr(torch, dtype)).element_size()
+    slot = slot_of(dtype, row_words * 8 // size)
+    left = 8 // size
+
+    def write(out: Mapping[str, Tensor]) -> None:
+        everything({"first": out["first"], "all but some": out["second"][:, :-left]})
+
+    assert "output 'second': 3 of " in call(slot, write)
 
 
 @BOTH
