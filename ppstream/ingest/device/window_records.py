@@ -93,7 +93,8 @@ class WindowBook:
             return None
         used_ns = None
         if ring.settled < sent:  # else it, or an earlier window, has accounted for its samples
-            used_ns = ring.settle(end_ns - self._span_ns, min(end_ns, newest_ns))
+            reach_ns = min(end_ns, newest_ns)  # what came since may lie before the first target
+            used_ns = ring.settle(min(end_ns - self._span_ns, reach_ns), reach_ns)
         if newest_ns <= end_ns:
             return end_ns - newest_ns
         return None if used_ns is None else end_ns - used_ns

@@ -381,3 +381,21 @@ def test_a_ring_is_settled_once_for_what_several_windows_use(
     assert len(settled) == 1
     assert slow.ledger.used == 1
     case.check()
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_samples_that_come_before_the_window_is_popped_are_the_next_ones(steps: int) -> None:
+    """They may lie before its first target: those of a sensor that lags, or any with one step."""
+    imu = stream("imu", dim=1, rate_hz=500)
+    case = open_case(stream("q", dim=1), imu, steps=steps, dt_ms=10)
+    twin, book = Twin(case), WindowBook(case.config, case.rows, 0)
+    push(case, "imu", *range(70, 80, 2))
+    for at in range(100, 160, 10):
+        push(case, "q", at)
+        twin.ingest()
+        words = twin.table.tolist()
+        push(case, "imu", *range(at - 20, at - 10, 2))
+        assert book.account(words).info.input_age_ns["imu"] == 22 * MS
+    ledger = case.rows[0].rings["imu"].ledger
+    assert (ledger.used, ledger.dropped, ledger.in_flight) == (6, {"passed_over": 24}, 5)
+    case.check()
