@@ -9,9 +9,8 @@ the resampling call, which so serves every row at once and reads the rings in pl
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from operator import lt
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import numpy as np
 import torch
@@ -39,8 +38,6 @@ if TYPE_CHECKING:
     from ppstream.recording.items import RowTap
     from ppstream.wire.message_memory import LargeMessage
 
-#: Of a frame: its number in the ring, and where it lies. False: it cannot stay there.
-KeepFrame: TypeAlias = Callable[[int, "LargeMessage", int], bool]
 FLOAT32_MAX: Final = float(np.finfo(np.float32).max)
 _INT64: Final = np.dtype(np.int64)
 
@@ -70,6 +67,16 @@ class RingBank:
         self.head = torch.zeros(rows, dtype=torch.int64)  # slot of the oldest
 
 
+class FrameKeeper(Protocol):
+    """Keeps frames of one ring at their senders until a GPU has copied them."""
+
+    def keep(self, number: int, message: LargeMessage, offset: int) -> bool:
+        """Keep the frame of this number, which lies at ``offset``; False: it cannot stay there."""
+
+    def clear(self) -> None:
+        """Keep none: the ring is empty, and nobody will ask for them."""
+
+
 class SensorRing(native.Ring):
     """One row of a bank. Its samples are finite, and their stamps strictly increase.
 
@@ -79,11 +86,11 @@ class SensorRing(native.Ring):
     ``count`` samples before number ``accepted`` are held. They lie in row ``row`` of ``bank``. A
     ``tap`` is told what arrives.
     ``newest_ns`` (robot clock) and ``newest_rx_ns`` (rank 0's) are ``NEVER_NS`` while it is empty.
-    Where a GPU reads frames in their senders' memory, ``keep_frame`` is told of each one and keeps
-    it: its place in the bank holds no pixels of it.
+    Where a GPU reads frames in their senders' memory, a ``keeper`` has them: their places in the
+    bank hold no pixels of theirs.
     """
 
-    keep_frame: KeepFrame | None = None
+    keeper: FrameKeeper | None = None
 
     def __init__(self, bank: RingBank, row: int, clock: StampFilter) -> None:
         self.bank = bank
@@ -196,7 +203,7 @@ class SensorRing(native.Ring):
         stamp_ns = int.from_bytes(stamp, sys.byteorder, signed=True)
         is_newer = self._tap is None and stamp_ns > self.newest_ns
         if is_newer and self._clock.accepts(stamp_ns, rx_ns):
-            if (keep := self.keep_frame) is None or not keep(self.accepted, frame, offset):
+            if (keeper := self.keeper) is None or not keeper.keep(self.accepted, frame, offset):
                 try:
                     frame.read_into(self._values[self.accepted % self._capacity].data, offset)
                 except ProtocolError:  # the oldest frame may lie there, half overwritten
@@ -256,6 +263,8 @@ class SensorRing(native.Ring):
         """Empty the ring; what no window has used yet is dropped for ``reason``."""
         if self._tap is not None:
             self._tap.cleared(self.stream.name, reason)
+        if self.keeper is not None:
+            self.keeper.clear()
         self._drop_before(self.accepted, reason)
         self._counts[self.row] = self.count = 0
         self.newest_ns = self.newest_rx_ns = NEVER_NS

@@ -312,28 +312,41 @@ def test_a_frame_in_its_senders_memory_is_judged_and_kept_as_any_other(
         ring.check()
 
 
+class Keeper:
+    """Keeps all frames but the second."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[int, bytes, int]] = []
+        self.is_cleared = False
+
+    def keep(self, number: int, message: LargeMessage, offset: int) -> bool:
+        self.asked.append((number, message.head(4), offset))
+        return number != 1
+
+    def clear(self) -> None:
+        self.is_cleared = True
+
+
 def test_frames_that_stay_with_their_sender_are_judged_and_not_copied() -> None:
     image = ImageConfig(height=2, width=3)
     camera = msgspec.structs.replace(stream("front"), dim=18, dtype="uint8", image=image)
     bank = RingBank(camera, 1, 2)
     row = RowInput({"front": bank}, 0, "front")
     row.open(7)
-    ring, asked = row.reference, []
-
-    def keep(number: int, frame: LargeMessage, offset: int) -> bool:
-        asked.append((number, frame.head(4), offset))
-        return number != 1
-
-    ring.keep_frame = keep
+    ring, keeper = row.reference, Keeper()
+    ring.keeper = keeper
     with Wire() as wire:
         for number, stamp_ms in enumerate((10, 20, 20, 30)):  # the third is no newer
             sent = wire.message(bytes([1 + number] * 18), head=b"head")
             stamp = (10**12 + stamp_ms * MS).to_bytes(8, "little")
             assert ring.append_frame(stamp, sent, 4, 10**12 + stamp_ms * MS) == (number != 2)
-    assert asked == [(number, b"head", 4) for number in range(3)]
+    assert keeper.asked == [(number, b"head", 4) for number in range(3)]
     assert bank.values[0, :, 0].tolist() == [0, 2]
     assert (ring.accepted, ring.count, ring.ledger.received) == (3, 2, 4)
     ring.check()
+    assert not keeper.is_cleared
+    row.new_episode()
+    assert keeper.is_cleared
 
 
 @contextmanager

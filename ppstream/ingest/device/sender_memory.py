@@ -7,6 +7,7 @@ locked, is read into the host's ring. The CPU never reads the mapping.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -17,7 +18,7 @@ from ppstream.cuda.driver import DeviceError, register_host, unregister_host
 from ppstream.ingest.sample_ledger import OVERWRITTEN
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    import mmap
 
     from ppstream.ingest.ring import SensorRing
     from ppstream.wire.message_memory import LargeMessage, PeerMemory
@@ -40,7 +41,7 @@ class SenderMemories:
 
     def __init__(self) -> None:
         self._addresses: weakref.WeakKeyDictionary[PeerMemory, int] = weakref.WeakKeyDictionary()
-        self._locked: dict[int, Tensor] = {}  # by address: the mapping
+        self._locked: dict[int, mmap.mmap] = {}  # by address
         self._gone: list[int] = []  # addresses: nobody sends there any more
         self._is_closed = False
 
@@ -58,7 +59,7 @@ class SenderMemories:
             address = self._addresses[memory] = self._lock(memory)
         if address == REFUSED:
             return None
-        if at + size > self._locked[address].nbytes:
+        if at + size > len(self._locked[address]):
             raise ProtocolError("memory that ends too early")
         return KeptFrame(number, address + at, message)
 
@@ -81,18 +82,20 @@ class SenderMemories:
         if self._is_closed or len(self._locked) >= LOCKED_MAX:
             return REFUSED
         try:
-            pages = torch.frombuffer(memory.map(LOCKED_BYTES), dtype=torch.uint8)
-            address = pages.data_ptr()
-            register_host(address, pages.nbytes)
+            mapping = memory.map(LOCKED_BYTES)
+            address = torch.frombuffer(mapping, dtype=torch.uint8).data_ptr()
+            register_host(address, len(mapping))
         except (OSError, ValueError, DeviceError):  # it is read by the CPU instead
             return REFUSED
-        self._locked[address] = pages
+        self._locked[address] = mapping
         weakref.finalize(memory, self._gone.append, address).atexit = False
         return address
 
     def _unlock(self, address: int) -> None:
-        if self._locked.pop(address, None) is not None:
+        if (mapping := self._locked.pop(address, None)) is not None:
             unregister_host(address)
+            # the last to refer to a stranger's memory frees it: 256 MiB in 77 ms
+            threading.Thread(target=mapping.close, daemon=True).start()
 
 
 class KeptFrames:
@@ -105,11 +108,11 @@ class KeptFrames:
     """
 
     def __init__(self, ring: SensorRing, senders: SenderMemories) -> None:
-        if ring.keep_frame is not None:
+        if ring.keeper is not None:
             ring.clear(OVERWRITTEN)
         self._senders, self._size_bytes = senders, ring.stream.dim
         self._frames: list[KeptFrame | None] = [None] * ring.bank.capacity  # by place in the ring
-        ring.keep_frame = self._keep
+        ring.keeper = self
 
     def take(self, number: int) -> KeptFrame | None:
         """Returns the frame of this number, which is kept no longer; None: the bank has it."""
@@ -120,7 +123,12 @@ class KeptFrames:
         self._frames[place] = None
         return found
 
-    def _keep(self, number: int, message: LargeMessage, offset: int) -> bool:
+    def keep(self, number: int, message: LargeMessage, offset: int) -> bool:
+        """As ``FrameKeeper``."""
         found = self._senders.frame(number, message, offset, self._size_bytes)
         self._frames[number % len(self._frames)] = found
         return found is not None
+
+    def clear(self) -> None:
+        """As ``FrameKeeper``; a copy that is under way has its frame itself."""
+        self._frames = [None] * len(self._frames)

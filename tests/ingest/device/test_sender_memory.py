@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from memory_rig import LARGE, SIZE, Wire, memory
@@ -25,7 +26,7 @@ class Driver:
         self.locked: dict[int, int] = {}
         self.refuses = False
         monkeypatch.setattr(sender_memory, "register_host", self._lock)
-        monkeypatch.setattr(sender_memory, "unregister_host", self.locked.pop)
+        monkeypatch.setattr(sender_memory, "unregister_host", self._unlock)
 
     def _lock(self, address: int, size: int) -> int:
         if self.refuses:
@@ -33,6 +34,10 @@ class Driver:
         assert address % PAGE_BYTES == 0
         self.locked[address] = size
         return address
+
+    def _unlock(self, address: int) -> None:
+        assert f"{address:x}-" in Path("/proc/self/maps").read_text(), "it is mapped until then"
+        del self.locked[address]
 
 
 @pytest.fixture
@@ -113,6 +118,19 @@ def test_a_ring_keeps_frames_by_their_numbers_and_each_is_taken_once(
     KeptFrames(ring, senders)
     assert (ring.count, ring.ledger.dropped) == (0, {"overwritten": 3})
     ring.check()
+
+
+def test_an_empty_ring_keeps_no_frame_from_its_sender(driver: Driver, wire: Wire) -> None:
+    """Nobody asks for it any more, and its sender would run out of room."""
+    camera = stream("front", dim=len(LARGE), dtype="uint8", image=ImageConfig(height=1, width=1))
+    row = RowInput({"front": RingBank(camera, 1, 4)}, 0, "front")
+    row.open(7)
+    KeptFrames(row.reference, SenderMemories())
+    stamp = (10**12).to_bytes(8, "little")
+    assert row.reference.append_frame(stamp, wire.message(LARGE), 0, 10**12) == 1
+    assert MARK.unpack(wire.read_mark()) == (0, 0)
+    row.new_episode()
+    assert MARK.unpack(wire.read_mark()) == (len(LARGE), len(LARGE))
 
 
 def test_a_memory_that_cannot_be_mapped_is_the_cpus_and_a_small_one_is_mapped_whole(
