@@ -343,9 +343,9 @@ class ActionTimeline:
         self._newest = playing.chunk
         while self._playing and self._playing[-1].chunk.start_ns >= playing.chunk.start_ns:
             self._replace(self._playing.pop(), playing)
+        if len(self._playing) >= MAX_PENDING:  # never the one that plays: none would ever be begun
+            self._end(self._playing.pop())
         self._playing.append(playing)
-        if len(self._playing) > MAX_PENDING:
-            self._end(self._playing.popleft())
 
     def _drop_past(self, now_ns: int) -> None:
         """Drop chunks that a newer, begun one has replaced, and the begun one once it expired."""

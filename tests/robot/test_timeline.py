@@ -136,6 +136,20 @@ def test_a_chunk_played_by_someone_else_ends_a_hold() -> None:
     assert timeline.holds(99 * MS) == (1, 3 * MS, 0, "")
 
 
+def test_chunks_that_come_much_oftener_than_steps_are_long_do_not_take_the_turn_of_one() -> None:
+    """Of those that wait the newest makes room: the oldest begins next, or has begun."""
+    timeline, step_ns, every_ns = ActionTimeline(2), 100 * MS, MS
+    executed = 0
+    for seq in range(300):
+        now_ns = seq * every_ns
+        times = {"start_ns": now_ns + step_ns, "dt_ns": step_ns, "expires_ns": now_ns + 8 * step_ns}
+        chunk = make_chunk(seq, end_ns=now_ns, **times)
+        assert timeline.merge(chunk, now_ns) is None
+        executed += timeline.action_at(now_ns) is not None
+        assert timeline.statistics().pending <= MAX_PENDING
+    assert executed == 300 - step_ns // every_ns
+
+
 def test_chunks_that_ended_are_counted_when_somebody_looks_and_few_wait_for_it() -> None:
     timeline = ActionTimeline(2)
     made: list[weakref.ref[Any]] = []  # actions, which live as long as their chunks
