@@ -82,7 +82,8 @@ class TimestampLog:
     ``event`` and ``line`` may be called from any thread. The file is private to user and group.
 
     Attributes:
-        mode: written into every record: what its times are worth.
+        mode: ``throughput``, or ``trace`` while a profiler runs.
+        apart: written in place of ``throughput``, of envelopes that nobody judges; empty: nothing.
         on_acquire: called by ``take``, between two envelopes of its thread; None: nobody asked.
         on_next_acquire: as ``on_acquire``, once; a later assignment replaces an earlier one.
         queues_ahead: the loop queues on a device, and heeds ``on_idle``.
@@ -102,6 +103,7 @@ class TimestampLog:
         kind = "envelope" if record is EnvelopeRecord else "stage1"
         self.path = path
         self.mode = "throughput"
+        self.apart = ""
         self.on_acquire: Callable[[], None] | None = None
         self.on_next_acquire: Callable[[], None] | None = None
         self.queues_ahead = False
@@ -144,8 +146,13 @@ class TimestampLog:
             return self._spare
         record = self._ring[self._taken % len(self._ring)]
         self._taken += 1
-        record.mode = self.mode
+        record.mode = self.record_mode
         return record
+
+    @property
+    def record_mode(self) -> str:
+        """Mode of the next record: what its times are worth."""
+        return self.apart if self.apart and self.mode == "throughput" else self.mode
 
     def when_idle(self, act: Callable[[], None]) -> None:
         """Have ``act`` called when nothing of the loop is queued: now, unless it queues ahead.

@@ -240,9 +240,9 @@ def time_isolated_stages(rank0: Rank0Loop, repeats: int) -> dict[str, Any]:
     The mean is what the run's own times are compared with: a stage may be slow now and then. Empty
     where no envelope came through.
     """
-    mode, rank0.log.mode = rank0.log.mode, ALONE  # none of these envelopes is to be judged
+    rank0.log.apart = ALONE  # none of these envelopes is to be judged
     durations = rank0.measure(repeats)
-    rank0.log.mode = mode
+    rank0.log.apart = ""
     if not all(durations.values()):
         return {}
     stages = {name: durations[name] for name in "ABC"}

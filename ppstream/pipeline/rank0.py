@@ -133,7 +133,7 @@ class Rank0:
     @property
     def standstill_ns(self) -> int:
         """Time that a thread of the loop may stand still, as of now."""
-        patient = is_patient(self.phase, self.log.mode)
+        patient = is_patient(self.phase, self.log.record_mode)
         return self.start_ns if patient else self._watchdog_ns
 
     @property

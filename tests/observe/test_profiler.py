@@ -3,6 +3,7 @@ import os
 import signal
 import timeit
 from collections.abc import Iterator
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +142,36 @@ def test_a_run_that_becomes_ready_while_it_is_profiled_goes_back_to_normal(tmp_p
     log.close()
     assert log.mode == "throughput"
     assert len(list(tmp_path.glob("profile*"))) == 1
+
+
+@pytest.mark.parametrize("begins_first", [True, False])
+def test_envelopes_apart_leave_the_mode_to_the_profile(tmp_path: Path, begins_first: bool) -> None:
+    """It may begin while stages are timed alone, or end: what it perturbs is a trace's, no more."""
+    log = TimestampLog(tmp_path / "log", EnvelopeRecord, 64, run_id="r", generation=0)
+    profiler = Profiler(ProfileConfig(wait=2, warmup=2, active=3), log, tmp_path, 0, 0)
+
+    def request() -> None:
+        profiler.request()
+        wait_until(lambda: log.on_acquire is not None, seconds=30)
+
+    if begins_first:
+        request()
+        log.commit(log.acquire())
+    log.apart = "alone"
+    for number in range(20 if begins_first else 4):
+        if number == 2 and not begins_first:
+            request()
+        log.commit(log.acquire())
+    log.apart = ""
+    for _ in range(12):
+        log.commit(log.acquire())
+    log.close()
+    lines = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
+    modes = [line["mode"] for line in lines if line["kind"] == "envelope"]
+    profiled = ["trace", "alone"] if begins_first else ["alone", "trace"]
+    assert [mode for mode, _ in groupby(modes)] == [*profiled, "throughput"]
+    assert modes.count("trace") >= 5
+    assert log.mode == "throughput"
 
 
 def test_a_profiler_that_cannot_be_loaded_can_be_asked_again(

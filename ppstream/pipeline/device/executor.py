@@ -179,7 +179,7 @@ class DeviceExecutor:
             yield
         finally:
             self._account()
-        is_judged = self._loop.phase == "bring-up" and self._loop.log.mode == "throughput"
+        is_judged = self._loop.phase == "bring-up" and self._loop.log.record_mode == "throughput"
         if is_judged:  # what the policy rank knows of these envelopes has to be in its file
             for policy_rank in self.policy_ranks:
                 policy_rank.newest_b(0)

@@ -597,7 +597,9 @@ def test_standalone_times_are_of_this_path_and_nothing_is_emitted_twice(any_way:
         assert set(times) == {f"{stage}_{kind}" for stage in "ABC" for kind in ("ns", "mean_ns")}
         assert all(value > 0 for value in times.values())
         pipeline.rank0.run(10)
+        modes = [line["mode"] for line in pipeline.envelopes()]
     assert [seq for _, seq, _, _ in pipeline.collector.chunks] == list(range(25))
+    assert modes == ["throughput"] * 10 + ["alone"] * 5 + ["throughput"] * 10
 
 
 def test_a_policy_rank_that_vanishes_ends_the_run_though_streams_wait_for_it(any_way: Any) -> None:
