@@ -399,7 +399,8 @@ def _scale(
         return f"got {low.numel()} and {high.numel()} numbers, want {shape[0]}"
     low, high = (one.float().reshape(shape) for one in (low, high))
     if mode == "MEAN_STD":
-        return low, high + normaliser.eps if is_input else high
+        # an action that never moved has no spread, and its prefix is normalised, too
+        return low, high + normaliser.eps if is_input else high.clamp(min=normaliser.eps)
     half = torch.where(high == low, normaliser.eps, high - low) / 2
     return low + half, half
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from lerobot_folder import FILES, change, edits, loaded, saved
 from policy_calls import ROWS, in_a_row
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ppstream import ConfigError, TensorSpec
@@ -218,6 +219,20 @@ def test_a_chunk_begins_with_what_is_executed_and_leaves_it_by_and_by(
     assert away[2:].min() > 1e-3
     assert (free[0, :5] - prefix[0]).abs().mean() > 2 * away.mean()
     assert (made[0, 5:] - free[0, 5:]).abs().max() > 1e-3  # the rest follows
+
+
+def test_an_action_that_never_moved_in_training_leaves_all_others_numbers(folder: Path) -> None:
+    """Its spread is 0, and the prefix is normalised by it."""
+    for file in folder.glob("*.safetensors"):
+        tensors = load_file(file)
+        if "action.std" in tensors:
+            tensors["action.std"][1], tensors["action.mean"][1] = 0, 0.25
+            save_file(tensors, file)
+    policy, window, _ = chunking(folder)
+    window["executed_prefix"][:, :, 1] = 0.25
+    made = actions_of(policy, window)
+    assert made.isfinite().all()
+    assert torch.allclose(made[:, :, 1], torch.tensor(0.25))
 
 
 def test_a_robot_of_which_no_prefix_is_known_gets_a_free_chunk(folder: Path) -> None:
