@@ -340,9 +340,9 @@ class _Videos:
             for key in every
             if all(any(v["key"] == key and v["is_aligned"] for v in videos) for videos in found)
         }
-        first = {video["key"]: video["about"] for videos in found for video in videos}
-        self.features = {key: first[key]["feature"] for key in sorted(self._declared)}
-        self.stats = {key: s for key in sorted(self._declared) if (s := first[key]["stats"])}
+        about = {video["key"]: video["about"] for videos in found for video in videos}
+        self.features = {key: about[key]["feature"] for key in sorted(self._declared)}
+        self.stats = {key: s for key in sorted(self._declared) if (s := _stats_of(key, found))}
 
     def copy(self, videos: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """Copies what an episode needs; returns its columns of the episodes' table."""
@@ -363,6 +363,22 @@ class _Videos:
             times = {"from_timestamp": video["from_s"], "to_timestamp": video["to_s"]}
             columns |= {f"videos/{key}/{name}": value for name, value in (place | times).items()}
         return columns
+
+
+def _stats_of(key: str, found: Sequence[Sequence[dict[str, Any]]]) -> dict[str, Any] | None:
+    """Statistics of a camera in several folders, each once; None: they cannot be joined."""
+    stats = [video["about"]["stats"] for videos in found for video in videos if video["key"] == key]
+    distinct = list({json.dumps(one, sort_keys=True): one for one in stats}.values())
+    if len(distinct) == 1:
+        only: dict[str, Any] | None = distinct[0]
+        return only
+    whole = ColumnStatistics()
+    try:
+        for one in distinct:
+            whole.add_result(one)
+    except (KeyError, TypeError, ValueError):
+        return None
+    return whole.result()
 
 
 def _videos_of(parts: Sequence[DataPart]) -> list[list[dict[str, Any]]]:

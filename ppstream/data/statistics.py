@@ -55,6 +55,14 @@ class ColumnStatistics:
             arrays = (np.array(other[key]) for key in ("mean", "deviation", "min", "max"))
             self._merge(other["count"], *arrays)
 
+    def add_result(self, found: dict[str, Any]) -> None:
+        """Takes in what another one's ``result`` gave; KeyError, TypeError, ValueError: nothing."""
+        count = int(np.ravel(found["count"])[0])
+        mean, std, low, high = (
+            np.array(found[key], np.float64) for key in ("mean", "std", "min", "max")
+        )
+        self._merge(count, mean, std**2 * count, low, high)
+
     def result(self) -> dict[str, Any]:
         """As ``stats.json`` has it; a column that is one number is a list of one."""
         std = np.sqrt(self._deviation / max(1, self.count))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,22 @@ def test_at_its_own_rate_frames_and_videos_are_what_they_were(
     ).to_pylist()
     assert [row[f"videos/{VIDEO}/file_index"] for row in rows] == [0, 0, 1]
     assert [row[f"videos/{VIDEO}/from_timestamp"] for row in rows] == [0.0, 0.5, 0.0]
+
+
+def test_statistics_of_videos_are_those_of_all_folders(dataset: Path, tmp_path: Path) -> None:
+    other = shutil.copytree(dataset, tmp_path / "other")
+    kept = {"std": [[[0.1]]], "min": [[[0.0]]], "max": [[[1.0]]]}
+    for root, mean, count in ((dataset, 0.2, 300), (other, 0.8, 100)):
+        file = root / "meta" / "stats.json"
+        stats = json.loads(file.read_text())
+        stats[VIDEO] = {**kept, "mean": [[[mean]]], "count": [count]}
+        file.write_text(json.dumps(stats))
+    out = tmp_path / "out"
+    assert make(tmp_path, run_of(), out, dataset, other) == 0
+    found = json.loads((out / "meta" / "stats.json").read_text())[VIDEO]
+    assert (found["count"], found["min"], found["max"]) == ([400], [[[0.0]]], [[[1.0]]])
+    assert found["mean"][0][0][0] == pytest.approx(0.35)
+    assert found["std"][0][0][0] == pytest.approx((0.1**2 + 0.75 * 0.25 * 0.6**2) ** 0.5)
 
 
 def test_at_another_rate_a_column_names_the_frame_and_no_video_is_declared(
