@@ -16,7 +16,12 @@ from ppstream.config.schema import BatchConfig
 from ppstream.core.clock import NS_PER_MS
 from ppstream.core.errors import ConfigError
 from ppstream.data.sample_column import SampleColumn, column_of
-from ppstream.recording.recording import RecordedFrames, Recording, Track
+from ppstream.recording.recording import (
+    RecordedFrames,
+    Recording,
+    Track,
+    arrivals_on_stamps_clock,
+)
 from ppstream.recording.window_schedule import Grid, WindowSchedule, schedule_of
 
 if TYPE_CHECKING:
@@ -75,6 +80,11 @@ def episodes_of(
     if cut == "replay":
         return Episodes([_episode(path, recording, config, cut, steps)], 0)
     dt_ns = round(config.window.dt_ms * NS_PER_MS)
+    if recording.lost and any(step.end_ns is None for step in recording.steps):
+        lost = ", ".join(f"{count} of {name!r}" for name, count in recording.lost.items())
+        raise ConfigError(
+            [f"{path}: the recorder lost samples ({lost}): which episode others are of is unknown"]
+        )
     pieces = between_resets(recording)
     whole = [
         one
@@ -91,7 +101,10 @@ def episodes_of(
 
 
 def between_resets(recording: Recording) -> list[Recording]:
-    """The recording in pieces: wherever a run's history was emptied, one ends."""
+    """The recording in pieces: wherever a run's history was emptied, one ends.
+
+    A robot's clock may have begun anew there, as a simulator's does with each episode.
+    """
     begun, pieces = dict.fromkeys(recording.tracks, 0), []
     counts = [dict(step.samples) for step in recording.steps if step.end_ns is None]
     for count in [*counts, {name: len(t.stamps_ns) for name, t in recording.tracks.items()}]:
@@ -101,7 +114,7 @@ def between_resets(recording: Recording) -> list[Recording]:
                 name: _part(track, begun[name], stop[name])
                 for name, track in recording.tracks.items()
             }
-            pieces.append(Recording(tracks, robot=recording.robot))
+            pieces.append(Recording(arrivals_on_stamps_clock(tracks), robot=recording.robot))
         begun = stop
     return pieces
 
@@ -125,13 +138,15 @@ def _episode(
 
         seen = seen_through_rings(path, recording, config)
     span_ns = (steps - 1) * round(config.window.dt_ms * NS_PER_MS)
+    cubics = {stream.name for stream in config.streams if stream.interpolation == "cubic"}
     columns = {}
     for name, one in seen.items():
         begin, end = one.begin, one.end
         if cut == "whole":
             begin, end = np.zeros_like(begin), np.full_like(end, len(one.stamps_ns))
         if not len(one.numbers):  # a camera's older frames count, whatever the span
-            begin, end = _needed(one.stamps_ns, begin, end, ends_ns - span_ns, ends_ns)
+            needed = _needed(one.stamps_ns, begin, end, ends_ns - span_ns, ends_ns)
+            begin, end = _widened(needed, begin, end, by=int(name in cubics))
         columns[name] = one._replace(begin=begin, end=end)
     frames = {
         name: track.values
@@ -191,6 +206,18 @@ def _needed(
             behind[window] = part[0] + seen.searchsorted(last_ns[window], "right") + 1
     needed = np.maximum(begin, np.minimum(first, end - 1))
     return needed, np.minimum(end, np.maximum(behind, needed + 1))
+
+
+def _widened(
+    needed: tuple[NDArray[np.int64], NDArray[np.int64]],
+    begin: NDArray[np.int64],
+    end: NDArray[np.int64],
+    *,
+    by: int,
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Samples more on either side, as far as they were seen: a cubic reads one beyond the pair."""
+    first, behind = needed
+    return np.maximum(begin, first - by), np.minimum(end, behind + by)
 
 
 def total_windows(episodes: Sequence[RecordedEpisode]) -> int:

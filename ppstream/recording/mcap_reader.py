@@ -34,7 +34,14 @@ from ppstream.recording.mcap_schema import (
     parse_topic,
 )
 from ppstream.recording.other_streams import OtherMessage, OtherStreams
-from ppstream.recording.recording import IMAGES, RecordedStep, Recording, Track, unreadable
+from ppstream.recording.recording import (
+    IMAGES,
+    RecordedStep,
+    Recording,
+    Track,
+    arrivals_on_stamps_clock,
+    unreadable,
+)
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -220,12 +227,7 @@ class _Robot:
     def recording(self) -> Recording:
         """With stamps as they are, and arrivals told in the robot's clock."""
         tracks = {name: stream.track() for name, stream in self.streams.items()}
-        # The quickest sample counts as not delayed: clocks are not compared any further.
-        offset_ns = min(int((arrivals - stamps).min()) for stamps, _, arrivals in _columns(tracks))
-        shifted = {
-            name: Track(stamps, values, arrivals - offset_ns)
-            for name, (stamps, values, arrivals) in zip(tracks, _columns(tracks), strict=True)
-        }
+        shifted = arrivals_on_stamps_clock(tracks)
         lost = {name: stream.lost for name, stream in self.streams.items() if stream.lost}
         cameras = [one for one in self.streams.values() if isinstance(one, OwnCamera)]
         images = {camera.topic: camera.count for camera in cameras}
@@ -241,8 +243,3 @@ class _Robot:
                 for name, count in step.samples.items()
             )
         ]
-
-
-def _columns(tracks: dict[str, Track]) -> Iterator[tuple[Any, Any, Any]]:
-    for track in tracks.values():
-        yield track.stamps_ns, track.values, track.arrivals_ns

@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
+from ppstream.core.clock import NS_PER_S
 from ppstream.core.errors import ConfigError
 from ppstream.recording.camera_images import need_jpeg
 from ppstream.recording.field_reader import STAMPS, FieldReader, need_streams, stamp_of
 from ppstream.recording.file_frames import FileFrames, MessageReader
 from ppstream.recording.image_messages import COMPRESSED, found_image
-from ppstream.recording.recording import Track
+from ppstream.recording.recording import Track, arrivals_on_stamps_clock
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("ppstream")
 
 IMAGE_STAMPS: Final = (*STAMPS, "timestamp")  # of ROS's and of Foxglove's images
+DELAY_MAX_NS: Final = NS_PER_S  # of the quickest message, where its stamp is of the same clock
 NAMED: Final = 5  # of the frames that are left out
 
 Decode = Callable[[bytes], object]  # of a topic's messages; pickles
@@ -83,7 +85,9 @@ class OtherStreams:
                 camera.add(found, decode)
 
     def tracks(self, topics: Iterable[str]) -> dict[str, Track]:
-        """Returns what was collected, in the streams' order.
+        """Returns what was collected, in the streams' order, arrivals on the clock of stamps.
+
+        A simulator stamps by its own time, a driver by its device's; both are logged by a host's.
 
         Args:
             topics: all that the file has, to say so when one is missing.
@@ -93,7 +97,7 @@ class OtherStreams:
         """
         tracks = self._fields.tracks(topics)
         tracks |= {camera.name: camera.track(topics) for camera in self._cameras}
-        return {name: tracks[name] for name in self._names}
+        return arrivals_on_stamps_clock({n: tracks[n] for n in self._names}, DELAY_MAX_NS)
 
 
 class OtherImages(NamedTuple):

@@ -115,6 +115,30 @@ class Track(NamedTuple):
         )
 
 
+def arrivals_on_stamps_clock(
+    tracks: Mapping[str, Track], delay_max_ns: int = 0
+) -> dict[str, Track]:
+    """``tracks`` with arrivals, told on any clock, in that of the stamps.
+
+    The quickest sample of all counts as not delayed: clocks are not compared any further. One that
+    took up to ``delay_max_ns`` is taken for late, and both clocks for one.
+    """
+    delays_ns = [
+        int((track.arrivals_ns - track.stamps_ns).min())
+        for track in tracks.values()
+        if track.arrivals_ns is not None and len(track.stamps_ns)
+    ]
+    offset_ns = min(delays_ns, default=0)
+    if abs(offset_ns) <= delay_max_ns:
+        return dict(tracks)
+    return {
+        name: track
+        if track.arrivals_ns is None
+        else track._replace(arrivals_ns=track.arrivals_ns - offset_ns)
+        for name, track in tracks.items()
+    }
+
+
 class RecordedStep(NamedTuple):
     """A moment of a recorded run: a window was cut, or the robot's history was emptied."""
 

@@ -32,6 +32,7 @@ from ppstream.config.schema import (
     StreamConfig,
 )
 from ppstream.core.clock import now_ns
+from ppstream.core.errors import ConfigError
 from ppstream.data.cutting import BatchCutter
 from ppstream.data.episode import episodes_of
 from ppstream.ingest.sources import RecordedSource
@@ -146,6 +147,16 @@ def joints_and_imu(**more: Any) -> PipelineConfig:
 
 def test_a_made_recording(tmp_path: Path) -> None:
     assert_same(made_recording(tmp_path / "run.npz"), joints_and_imu(), 150)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 6, 16])
+def test_cubics_which_read_a_sample_beyond_those_around_a_target(
+    tmp_path: Path, steps: int
+) -> None:
+    joints = stream("joints", dim=3, rate_hz=1000, interpolation="cubic")
+    imu = stream("imu", dim=2, rate_hz=200, group="imu", interpolation="cubic")
+    path = made_recording(tmp_path / "run.npz")
+    assert_same(path, config(joints, imu, steps=steps, dt_ms=3), 150)
 
 
 def test_a_window_too_large_for_the_core(tmp_path: Path) -> None:
@@ -292,6 +303,58 @@ def test_on_a_grid_a_reset_ends_an_episode(tmp_path: Path) -> None:
     begun = next(iter(cutter.chunks(second)))["state.valid"][0, :, 0]
     assert not begun[0], "a sample of the episode before"
     assert begun[-1]
+
+
+def write_episodes(path: Path, lost: int = 0) -> PipelineConfig:
+    """Three episodes of 100 samples, each from the same time of the robot's clock on."""
+    pytest.importorskip("mcap")
+    from ppstream.recording.items import Cleared, SamplesItem
+    from ppstream.recording.mcap_writer import RecordFile
+
+    settings = config(stream("joints", dim=1, rate_hz=100), steps=4, dt_ms=10)
+    file, items, count = RecordFile(path, settings, "made"), [], 0
+    for episode in range(3):
+        for number in range(100):
+            came_ns = (100_000 + 2000 * episode + 10 * number) * MS
+            if episode or not 40 <= number < 40 + lost:
+                stamp, value = (
+                    np.int64((1000 + 10 * number) * MS),
+                    np.float32(1000 * episode + number),
+                )
+                pair = stamp.tobytes(), value.tobytes()
+                items.append(SamplesItem("arm", "joints", count, count + 1, *pair, came_ns))
+            count += 1
+        items.append(Cleared("arm", came_ns + MS, "reset", {"joints": count}))
+    file.write(items)
+    file.close()
+    return settings
+
+
+@pytest.mark.parametrize("cut", ["grid", "whole"])
+def test_a_robot_s_clock_may_begin_anew_with_each_episode(tmp_path: Path, cut: Any) -> None:
+    """As a simulator's does; only arrivals go on."""
+    path = tmp_path / "run.mcap"
+    settings = write_episodes(path)
+    recording = load_recording(path).select(settings.streams)
+    found = episodes_of(path, recording, settings, cut).episodes
+    assert len(found) == 3
+    for number, episode in enumerate(found):
+        chunks = list(BatchCutter(settings).chunks(episode))
+        values = torch.cat([chunk["state.values"] for chunk in chunks])[50, :, 0]
+        valid = torch.cat([chunk["state.valid"] for chunk in chunks])
+        assert valid.float().mean() > 0.95
+        assert torch.diff(values).tolist() == [1, 1, 1]
+        assert 1000 * number <= values[0] < 1000 * number + 100
+
+
+def test_episodes_of_a_recorder_that_lost_samples_are_refused(tmp_path: Path) -> None:
+    """Resets count all that came: the episodes behind would begin too late, and mix."""
+    path = tmp_path / "run.mcap"
+    settings = write_episodes(path, lost=10)
+    recording = load_recording(path).select(settings.streams)
+    for cut in ("grid", "whole"):
+        with pytest.raises(ConfigError, match=r"lost samples \(10 of 'joints'\): which episode"):
+            episodes_of(path, recording, settings, cut)
 
 
 def test_whole_episodes_interpolate_where_live_windows_hold(tmp_path: Path) -> None:

@@ -188,8 +188,14 @@ def test_json_of_others_is_mapped_by_topic_field_and_stamp(tmp_path: Path) -> No
     assert track.values.tolist() == [[2.5, 0, 2.5], [2.5, 1, 2.5], [2.5, 2, 2.5]]
     assert (track.stamps_ns - S).tolist() == [10 * MS, 10 * MS, 5 * MS]
     assert delays_ms(track).tolist() == [10, 11, 17]
+
+
+def test_arrivals_are_told_by_the_clock_of_stamps_that_are_another_s(tmp_path: Path) -> None:
+    """A device's uptime, or a simulator's time: else windows would end where no sample is."""
     boot = mapped("q", "/pose", "joints", stamp="boot_ns")
-    assert load_recording(path, [boot]).tracks["q"].stamps_ns.tolist() == [10 * MS, 10 * MS, 5 * MS]
+    track = load_recording(write_json(tmp_path / "run.mcap"), [boot]).tracks["q"]
+    assert track.stamps_ns.tolist() == [10 * MS, 10 * MS, 5 * MS]
+    assert delays_ms(track).tolist() == [0, 1, 7]
 
 
 @pytest.mark.parametrize(
