@@ -82,7 +82,7 @@ class KeyMap:
                 value = value.item()
             if isinstance(value, bytes):
                 value = value.decode()
-        except ValueError as error:
+        except (ValueError, SystemError) as error:  # NumPy's, of code points that are none
             raise ObservationError(f"{self._prompt.name}: {error}, want one text") from error
         if not isinstance(value, str):
             raise ObservationError(f"{self._prompt.name}: got {_kind(value)}, want text")

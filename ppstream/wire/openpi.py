@@ -21,6 +21,7 @@ SCALAR: Final = b"__npgeneric__"
 ARRAY_KEYS: Final = {ARRAY, b"data", b"dtype", b"shape"}
 SCALAR_KEYS: Final = {SCALAR, b"data", b"dtype"}
 UNSENDABLE_KINDS: Final = "VOc"  # of a dtype, as openpi has it
+TEXT_KINDS: Final = "SU"  # of a dtype
 
 
 def decode(frame: bytes) -> dict[str, Any]:
@@ -94,6 +95,8 @@ def _scalar(table: dict[Any, Any]) -> np.generic:
     dtype, data = dtype_of(table[b"dtype"]), table[b"data"]
     if not isinstance(data, bool | int | float | str | bytes):
         raise ValueError(f"a number's data are {type(data).__name__}")
+    if dtype.kind in TEXT_KINDS and not isinstance(data, str | bytes):
+        raise ValueError(f"a text's data are {type(data).__name__}")  # bytes(10**9) takes memory
     found: np.generic = dtype.type(data)
     return found
 

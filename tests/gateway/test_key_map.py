@@ -122,7 +122,10 @@ def test_a_prompt_may_come_as_any_text(text: Any) -> None:
     assert droid_map().prompt({"prompt": text}) is None
 
 
-@pytest.mark.parametrize("text", [3, b"\xff", np.zeros(2), ["pick"]])
+NO_TEXT = np.ndarray((), "<U1", b"\xff" * 4)  # no code point
+
+
+@pytest.mark.parametrize("text", [3, b"\xff", np.zeros(2), ["pick"], NO_TEXT])
 def test_a_prompt_that_is_no_text_is_refused(text: Any) -> None:
     with pytest.raises(ObservationError):
         droid_map(instructions=True, prompt="prompt").prompt({"prompt": text})

@@ -155,6 +155,15 @@ def test_a_number_out_of_its_dtype_is_refused() -> None:
         decode(msgspec.msgpack.encode({"a": table}))
 
 
+@pytest.mark.parametrize("dtype", ["S1", "|S9", "<U1"])
+@pytest.mark.parametrize("data", [4 * 10**12, 3, True, 1.5])
+def test_a_text_made_of_a_number_is_refused(data: Any, dtype: str) -> None:
+    """NumPy's own would take that many bytes."""
+    table = {b"__npgeneric__": True, b"data": data, b"dtype": dtype}
+    with pytest.raises(ProtocolError, match="a text's data are"):
+        decode(msgspec.msgpack.encode({"a": table}))
+
+
 @pytest.mark.parametrize("value", [np.zeros(2, object), np.zeros(2, complex), object(), 2**70])
 def test_what_a_client_cannot_read_is_not_sent(value: object) -> None:
     with pytest.raises(ProtocolError):
