@@ -3,8 +3,9 @@
 Every request is answered, also with an error map that says why there are no actions: these clients
 wait for ever. A client is known by the address that ZeroMQ gives its connection, and is a robot
 from its first observation until that ends or it is silent. A client that chose its address is
-refused: whoever comes with the same one, before any token is read, could get its answer. Requests
-wait on the event loop, and in threads for what may take long.
+refused: whoever comes with the same one, before any token is read, could get its answer. So is who
+comes through a proxy of ZeroMQ, whose one connection has several clients. Requests wait on the
+event loop, and in threads for what may take long.
 """
 
 from __future__ import annotations
@@ -47,9 +48,14 @@ logger = logging.getLogger("ppstream")
 PONG: Final = {"status": "ok", "message": "Server is running"}
 UNAUTHORIZED: Final = "Unauthorized: Invalid API token"  # as GR00T's own server says it
 CHOSEN: Final = "this client has set zmq.IDENTITY: leave that unset, others could get its actions"
+RELAYED: Final = (
+    "this request came through a proxy, which makes one robot of several: "
+    "connect to the gateway itself"
+)
 GIVEN_BYTES: Final = 5  # of an address that ZeroMQ gives: a zero, which no client may begin with
 ROBOT_CHARACTERS: Final = 64
-ENVELOPE_MAX: Final = 8  # frames in front of a request: a proxy adds some
+NUMBER_BYTES: Final = 4  # of a request, which a client with REQ_CORRELATE puts in front of it
+ENVELOPE_MAX: Final = 8  # frames in front of a request: so many come back with its answer
 TOLD_MAX: Final = 16  # reasons of refusals in the log
 SPARE_CLIENTS: Final = 8  # beyond the rows: those that have just left, and refused ones
 WAITING_MAX: Final = 4  # requests, and replies, of one client that ZeroMQ keeps
@@ -82,6 +88,7 @@ class _Request(NamedTuple):
     descriptor: int
     peer: str
     counted: CountedRequest
+    is_relayed: bool  # by a proxy: the connection may have other clients, too
 
     @property
     def client(self) -> bytes:
@@ -92,6 +99,13 @@ class _Request(NamedTuple):
     def has_own_address(self) -> bool:
         """False: the client chose one, which another may have chosen, too."""
         return len(self.client) == GIVEN_BYTES and self.client[0] == 0
+
+    @property
+    def refusal(self) -> str | None:
+        """Why its client cannot be told from others; None: it can."""
+        if not self.has_own_address:
+            return CHOSEN
+        return RELAYED if self.is_relayed else None
 
 
 class GrootServer:
@@ -176,10 +190,10 @@ class GrootServer:
             except Exception:
                 logger.exception("a message could not be read")
                 continue
-            if not request.has_own_address:
+            if (refusal := request.refusal) is not None:
                 request.counted.failed("refused")
-                self._log_once(request, CHOSEN)
-                self._send(request, {"error": CHOSEN})
+                self._log_once(request, refusal)
+                self._send(request, {"error": refusal})
             elif request.client in self._work:
                 request.counted.failed("busy")
                 self._send(request, {"error": "a request of this client is not answered yet"})
@@ -194,6 +208,7 @@ class GrootServer:
         frames = await self._socket.recv_multipart(flags, copy=False)
         received_ns, last = now_ns(), frames[-1]
         envelope = [frame.bytes for frame in frames[:-1]]
+        is_relayed = _is_relayed(envelope[1:])
         if len(envelope) > ENVELOPE_MAX:
             envelope = [envelope[0], b""]
         try:
@@ -201,7 +216,7 @@ class GrootServer:
         except zmq.ZMQError:
             descriptor, peer = -1, "unknown"
         counted = self._requests.received(self._known_name(envelope[0]), received_ns)
-        return _Request(envelope, last.bytes, descriptor, peer, counted)
+        return _Request(envelope, last.bytes, descriptor, peer, counted, is_relayed)
 
     def _send(self, request: _Request, reply: Any) -> bool:
         """Answer; False: it cannot be written, or its client is gone or reads nothing."""
@@ -352,6 +367,13 @@ class GrootServer:
 
     async def _in_thread(self, call: Callable[..., T], *args: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, call, *args)
+
+
+def _is_relayed(added: list[bytes]) -> bool:
+    """Tells whether anybody but the client itself added frames in front of its request."""
+    if added in ([], [b""]):
+        return False
+    return [len(frame) for frame in added] != [NUMBER_BYTES, 0]
 
 
 def _log_failure(loop: asyncio.Task[None]) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -46,13 +47,19 @@ def asked(data: Any = None, **more: Any) -> dict[str, Any]:
 class Client:
     """Asks as GR00T's clients do, but does not wait for ever."""
 
-    def __init__(self, gateway: Gateway, kind: int = zmq.REQ, **options: int | bytes) -> None:
+    def __init__(
+        self,
+        gateway: Gateway,
+        kind: int = zmq.REQ,
+        port: int | None = None,
+        **options: int | bytes,
+    ) -> None:
         self.context = zmq.Context()
         self.socket = self.context.socket(kind)
         self.socket.set(zmq.RCVTIMEO, 20_000)
         for name, value in options.items():
             self.socket.set(getattr(zmq, name), value)
-        self.socket.connect(f"tcp://127.0.0.1:{gateway.port}")
+        self.socket.connect(f"tcp://127.0.0.1:{gateway.port if port is None else port}")
 
     def ask(self, message: Any = None) -> Any:
         self.send(message)
@@ -70,8 +77,10 @@ class Client:
 
 
 @contextmanager
-def client(gateway: Gateway, kind: int = zmq.REQ, **options: int | bytes) -> Iterator[Client]:
-    robot = Client(gateway, kind, **options)
+def client(
+    gateway: Gateway, kind: int = zmq.REQ, port: int | None = None, **options: int | bytes
+) -> Iterator[Client]:
+    robot = Client(gateway, kind, port, **options)
     try:
         yield robot
     finally:
@@ -186,7 +195,10 @@ def test_junk_in_any_number_of_frames_is_answered_behind_its_own_envelope() -> N
                 frames = [junk.randbytes(junk.randrange(40)) for _ in range(1 + number % 12)]
                 hostile.socket.send_multipart(frames)
                 answer = hostile.socket.recv_multipart()
-                assert "not a message of GR00T" in refusal(decode_reply(answer[-1]))
+                sizes = [len(frame) for frame in frames[:-1]]
+                is_own = sizes in ([], [0], [4, 0])  # else others may stand behind its connection
+                said = "not a message of GR00T" if is_own else "came through a proxy"
+                assert said in refusal(decode_reply(answer[-1]))
                 assert answer[:-1] == (frames[:-1] if len(frames) < 9 else [b""])
         assert "action.x" in good.ask()
 
@@ -204,9 +216,43 @@ def test_a_request_in_work_is_the_only_one_of_its_client() -> None:
         assert "action.x" in robot.receive()
 
 
-def test_a_proxys_envelope_comes_back() -> None:
+def test_the_number_that_a_client_puts_before_its_request_comes_back() -> None:
     with gated(**GROOT) as (_, gateway), client(gateway, REQ_CORRELATE=1) as robot:
         assert "action.x" in robot.ask()
+
+
+@contextmanager
+def proxy_to(gateway: Gateway) -> Iterator[int]:
+    """The port of ZeroMQ's own proxy in front of a gateway."""
+    context = zmq.Context()
+    front, back = context.socket(zmq.ROUTER), context.socket(zmq.DEALER)
+    port = front.bind_to_random_port("tcp://127.0.0.1")
+    back.connect(f"tcp://127.0.0.1:{gateway.port}")
+
+    def relay() -> None:
+        with suppress(zmq.ContextTerminated):
+            zmq.proxy(front, back)
+        for socket in (front, back):
+            socket.close(linger=0)
+
+    relaying = threading.Thread(target=relay)
+    relaying.start()
+    try:
+        yield port
+    finally:
+        context.term()
+        relaying.join()
+
+
+@pytest.mark.parametrize("kind", [zmq.REQ, zmq.DEALER])
+def test_clients_behind_a_proxy_are_refused(kind: int, caplog: pytest.LogCaptureFixture) -> None:
+    """The gateway sees one connection of theirs, and would mix their observations."""
+    with gated(rows=2, **GROOT) as (rank0, gateway), proxy_to(gateway) as port:
+        with client(gateway, kind, port) as one, client(gateway, kind, port) as other:
+            for robot in (one, other, one):
+                assert "connect to the gateway itself" in refusal(robot.ask())
+        assert not any(row.session for row in rank0.rows)
+    assert sum("through a proxy" in record.message for record in caplog.records) == 1
 
 
 def test_who_reads_nothing_loses_its_row_and_delays_nobody() -> None:
