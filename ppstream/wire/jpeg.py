@@ -10,6 +10,8 @@ import numpy as np
 
 QUALITY: Final = 90  # of what is encoded here
 END: Final = b"\xff\xd9"
+SCAN: Final = b"\xff\xda"  # begins one; pixels never hold this pair
+SCANS_MAX: Final = 64  # each costs a turn through all pixels; usual progressive files have 10
 
 
 def is_installed() -> bool:
@@ -41,10 +43,13 @@ def size_of(jpeg: bytes) -> tuple[int, int] | None:
 def decode(jpeg: bytes, height: int, width: int) -> np.ndarray[Any, Any] | None:
     """Pixels ``[1, height * width * 3]`` uint8 RGB; None when it is no JPEG of exactly that size.
 
-    The size is read from the header before memory is taken for the pixels.
+    The size is read from the header before memory is taken for the pixels, and a file of more than
+    ``SCANS_MAX`` scans is none: a small one could keep a thread for seconds.
     """
     from PIL import Image
 
+    if jpeg.count(SCAN) > SCANS_MAX:
+        return None
     try:
         with Image.open(BytesIO(jpeg), formats=("JPEG",)) as opened:
             if opened.size != (width, height):

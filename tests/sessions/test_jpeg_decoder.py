@@ -17,7 +17,7 @@ from ppstream.config.schema import ImageConfig, PipelineConfig, StreamConfig
 from ppstream.core.clock import now_ns
 from ppstream.sessions import jpeg_decoder
 from ppstream.wire import robot_messages as m
-from ppstream.wire.jpeg import decode
+from ppstream.wire.jpeg import SCANS_MAX, decode
 
 HEIGHT, WIDTH = 16, 24
 DIM = HEIGHT * WIDTH * 3
@@ -25,12 +25,25 @@ IMAGE = ImageConfig(height=HEIGHT, width=WIDTH)
 CAMERA = m.StreamDeclaration("front", DIM, "uint8", "jpeg")
 
 
-def jpeg(level: int = 100, *, mode: str = "RGB", size: tuple[int, int] = (WIDTH, HEIGHT)) -> bytes:
+def jpeg(
+    level: int = 100,
+    *,
+    mode: str = "RGB",
+    size: tuple[int, int] = (WIDTH, HEIGHT),
+    progressive: bool = False,
+) -> bytes:
     """A frame of one grey, which JPEG keeps to within a few levels."""
     file = io.BytesIO()
     color = level if mode == "L" else (level,) * len(mode)
-    Image.new(mode, size, color).save(file, "JPEG", quality=95)
+    Image.new(mode, size, color).save(file, "JPEG", quality=95, progressive=progressive)
     return file.getvalue()
+
+
+def jpeg_of_scans(count: int) -> bytes:
+    """A progressive frame whose last scan is repeated until it has so many."""
+    usual = jpeg(progressive=True)
+    scan = usual[usual.rindex(b"\xff\xda") : -2]
+    return usual[:-2] + scan * (count - usual.count(b"\xff\xda")) + usual[-2:]
 
 
 def camera_config() -> PipelineConfig:
@@ -122,6 +135,18 @@ def test_a_grey_camera_is_taken_as_color() -> None:
     pixels = decode(jpeg(50, mode="L"), HEIGHT, WIDTH)
     assert pixels is not None
     assert pixels.shape == (1, DIM)
+
+
+@pytest.mark.parametrize("count", [10, SCANS_MAX])
+def test_a_progressive_frame_of_usual_scans_is_decoded(count: int) -> None:
+    pixels = decode(jpeg_of_scans(count), HEIGHT, WIDTH)
+    assert pixels is not None
+    assert np.abs(pixels.astype(int) - 100).max() <= 3
+
+
+def test_a_frame_of_too_many_scans_is_none() -> None:
+    """Each scan costs a turn through all pixels: a small file could keep a thread for seconds."""
+    assert decode(jpeg_of_scans(SCANS_MAX + 1), HEIGHT, WIDTH) is None
 
 
 def test_of_frames_that_wait_the_newest_counts(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
