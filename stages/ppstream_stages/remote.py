@@ -8,8 +8,10 @@ connection is not used again: a late answer is never taken for a later one.
 
 from __future__ import annotations
 
+import socket
+import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, TypeAlias
@@ -42,6 +44,7 @@ SCHEMES: Final = {"openpi": ("ws://", "wss://"), "groot": ("tcp://",)}
 NUMBERS: Final = "biuf"  # kinds of dtype that actions may have
 SAID_MAX: Final = 300  # characters of what a server says
 CLOSE_S: Final = 0.1  # for a server's goodbye
+UNREAD: Final = "the server did not read the request within policy.options.timeout_ms"
 
 
 class ServerCamera(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -83,7 +86,7 @@ class ServerError(PpstreamError):
 class Link(Protocol):
     """One row's connection; what its methods raise, ``FAILURES`` lists."""
 
-    def ask(self, request: Mapping[str, Any]) -> None:
+    def ask(self, request: Mapping[str, Any], until_ns: int) -> None:
         """Send a request."""
 
     def answer(self, until_ns: int) -> Array:
@@ -130,7 +133,7 @@ class RemotePolicy:
         waiting = set(rows)
         try:
             for row in rows:
-                self._link(row, until_ns).ask(self._request(row, window))
+                self._link(row, until_ns).ask(self._request(row, window), until_ns)
             for row in rows:
                 found = self._links[row].answer(until_ns)
                 actions[row].numpy()[:] = self._fitting(found)
@@ -213,10 +216,11 @@ class OpenpiLink:
             self.close()
             raise
 
-    def ask(self, request: Mapping[str, Any]) -> None:
+    def ask(self, request: Mapping[str, Any], until_ns: int) -> None:
         """As ``Link``."""
-        with _as_server_errors():
-            self._connection.send(openpi.encode(_nested(request)))
+        frame = openpi.encode(_nested(request))
+        with self._limited(until_ns), _as_server_errors():
+            self._connection.send(frame)
 
     def answer(self, until_ns: int) -> Array:
         """As ``Link``."""
@@ -235,7 +239,35 @@ class OpenpiLink:
 
     def close(self) -> None:
         """As ``Link``."""
-        self._stack.close()
+        with suppress(ServerError), self._limited(now_ns() + round(CLOSE_S * NS_PER_S)):
+            self._stack.close()
+
+    @contextmanager
+    def _limited(self, until_ns: int) -> Iterator[None]:
+        """End the connection when the body still sends at ``until_ns``: it would without a limit.
+
+        Raises:
+            ServerError: it was ended.
+        """
+        is_late = threading.Event()
+
+        def end() -> None:
+            is_late.set()
+            with suppress(OSError):
+                self._connection.socket.shutdown(socket.SHUT_RDWR)
+
+        ending = threading.Timer(_left_s(until_ns), end)
+        ending.daemon = True  # an interpreter that ends does not wait for it
+        ending.start()
+        try:
+            yield
+        except ServerError:
+            if not is_late.is_set():
+                raise
+        finally:
+            ending.cancel()
+        if is_late.is_set():
+            raise ServerError(UNREAD)
 
     def _receive(self, until_ns: int) -> str | bytes:
         with _as_server_errors():
@@ -252,7 +284,7 @@ class GrootLink:
         self._socket.set(zmq.MAXMSGSIZE, ANSWER_MAX)
         self._socket.connect(options.url)
 
-    def ask(self, request: Mapping[str, Any]) -> None:
+    def ask(self, request: Mapping[str, Any], until_ns: int) -> None:
         """As ``Link``."""
         older = {
             key: [value] if isinstance(value, str) else value[None]

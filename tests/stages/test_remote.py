@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import socket
 import threading
+import time
 import tomllib
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +20,12 @@ from policy_server import PolicyServer, echo, policy_server
 from ranks import Ranks
 from robot_rig import wait_until
 from torch import Tensor
+from websockets.server import ServerProtocol
 
 from ppstream import ConfigError, RobotClient
 from ppstream.config.load import read
 from ppstream.core.errors import ExitCode
+from ppstream.wire.openpi import encode
 from ppstream_stages.remote import RemotePolicy, ServerError, build
 
 CPU = torch.device("cpu")
@@ -159,6 +163,51 @@ def test_a_late_answer_is_a_fault_and_never_that_of_a_later_request() -> None:
             called(policy, window_of(1))
         hold.set()
         assert (called(policy, window_of(1)) == 2.0).all()
+
+
+class DeafServer:
+    """A server of openpi that opens each connection, tells its metadata and then reads nothing."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        self.connections: list[socket.socket] = []
+        self._stack = stack
+        self._listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        self.url = f"ws://127.0.0.1:{self._listener.getsockname()[1]}"
+        thread = threading.Thread(target=self._accept)
+        stack.callback(thread.join)
+        stack.callback(self._listener.shutdown, socket.SHUT_RDWR)
+        thread.start()
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            while True:
+                connection = self._stack.enter_context(self._listener.accept()[0])
+                self.connections.append(connection)
+                request = b""
+                while not request.endswith(b"\r\n\r\n"):
+                    request += connection.recv(4096)
+                protocol = ServerProtocol()
+                protocol.receive_data(request)
+                protocol.send_response(protocol.accept(protocol.events_received()[0]))
+                protocol.send_binary(encode({}))
+                connection.sendall(b"".join(protocol.data_to_send()))
+
+
+def test_a_request_that_the_server_does_not_read_is_a_fault_in_time() -> None:
+    with ExitStack() as stack:
+        server = DeafServer(stack)
+        policy = stack.enter_context(built(**OPTIONS | {"url": server.url, "timeout_ms": 400.0}))
+        window = window_of(1)
+        window["wrist.frames"] = torch.zeros(1, 1, 3, 2000, 1500)  # more than the kernel buffers
+        for times in (1, 2):
+            began = time.monotonic()
+            with pytest.raises(ServerError, match="the server did not read the request within"):
+                called(policy, window)
+            assert time.monotonic() - began < 3.0
+            assert len(server.connections) == times  # the one before is not used again
+        with pytest.raises(ServerError, match="no answer within"):
+            called(policy, window_of(1))
 
 
 def test_a_fault_of_one_row_leaves_no_answer_of_another_to_be_taken_later() -> None:
