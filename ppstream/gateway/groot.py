@@ -338,7 +338,8 @@ class GrootServer:
         if robot is None:
             if len(self._robots) >= self._clients_max:
                 raise NoAnswerError("too many clients", "refused")
-            name = f"groot-{next(self._numbers)}-{request.peer}"[:ROBOT_CHARACTERS]
+            name = f"groot-{next(self._numbers)}-{request.peer}{_port_of(request.descriptor)}"
+            name = name[:ROBOT_CHARACTERS]
             parts = (self._config, self._gateway, self._keys, name)
             session = GatewaySession(*parts, in_thread=self._in_thread)
             robot = self._robots[request.client] = _Robot(name, session, request.descriptor)
@@ -367,6 +368,14 @@ class GrootServer:
 
     async def _in_thread(self, call: Callable[..., T], *args: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, call, *args)
+
+
+def _port_of(descriptor: int) -> str:
+    """The client's own port, which tells robots of several gateways apart; none once it is gone."""
+    kind = sockets.AF_INET, sockets.SOCK_STREAM
+    with suppress(OSError), sockets.fromfd(descriptor, *kind) as connection:
+        return f"-{connection.getpeername()[1]}"
+    return ""
 
 
 def _is_relayed(added: list[bytes]) -> bool:

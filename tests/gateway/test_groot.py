@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -329,7 +330,23 @@ def test_a_client_that_chose_its_address_is_refused_whatever_it_asks(chosen: byt
         for endpoint in ("ping", "get_action", "reset"):
             assert "leave that unset" in refusal(named.ask({"endpoint": endpoint, "data": older()}))
         assert "action.x" in other.ask()
-        assert [row.robot for row in rank0.rows] == ["groot-1-127.0.0.1", ""]
+        assert re.fullmatch(r"groot-1-127\.0\.0\.1-\d+", rank0.rows[0].robot)
+        assert not rank0.rows[1].robot
+
+
+def test_two_gateways_of_one_run_serve_clients_of_one_host() -> None:
+    """Both count their robots from 1, and rank 0 takes each name once."""
+    config = slow_config(rows=2)
+    with (
+        serving(config, answers=True, phase="ready", **LONG_LIVED) as rank0,
+        gateway_to(rank0, config, **GROOT) as one,
+        gateway_to(rank0, config, **GROOT) as other,
+        client(one) as first,
+        client(other) as second,
+    ):
+        for robot in (first, second):
+            assert "action.x" in robot.ask()
+        assert len({row.robot for row in rank0.rows}) == 2
 
 
 def test_a_program_that_starts_again_is_answered_for_what_it_asked_itself() -> None:
