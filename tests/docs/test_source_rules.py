@@ -70,7 +70,8 @@ MAY_IMPORT: Final = {
         "ppstream/wire/zmq_socket.py",
         "ppstream/wire/zmq_auth.py",
         "ppstream/wire/keys.py",
-        "ppstream/gateway/groot.py",  # a wire of others that is ZeroMQ
+        "ppstream/gateway/groot.py",
+        "ppstream/gateway/groot_socket.py",  # a wire of others that is ZeroMQ
     },
 }
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import random
 import re
+import socket
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,8 @@ from gateway_rig import LONG_LIVED, SHAPE, Gateway, emit, gated, gateway_to, slo
 from robot_rig import Server, make_client, serving, wait_until
 
 from ppstream.gateway import groot
+from ppstream.gateway.groot_socket import PARTS_MAX
+from ppstream.gateway.wires import sockets_max
 from ppstream.wire.groot import decode_reply, encode
 from ppstream.wire.robot_messages import ChunkReport
 
@@ -204,6 +207,64 @@ def test_junk_in_any_number_of_frames_is_answered_behind_its_own_envelope() -> N
         assert "action.x" in good.ask()
 
 
+GREETING = b"\xff" + bytes(8) + b"\x7f\3\0" + b"NULL".ljust(20, b"\0") + bytes(32)
+READY = b"\5READY" + b"\x0bSocket-Type" + (6).to_bytes(4, "big") + b"DEALER"
+
+
+def raw_client(gateway: Gateway) -> socket.socket:
+    """A connection that has said who it is, in the bytes of ZeroMQ's protocol."""
+    connection = socket.create_connection(("127.0.0.1", gateway.port), timeout=20)
+    with suppress(OSError):  # it may be closed already
+        connection.sendall(GREETING + bytes([4, len(READY)]) + READY)
+    return connection
+
+
+def is_closed(connection: socket.socket) -> bool:
+    """Reads what has come; True: the gateway has ended it."""
+    connection.setblocking(False)
+    try:
+        while connection.recv(4096):
+            pass
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    return True
+
+
+def test_a_message_of_too_many_parts_ends_its_connection_alone() -> None:
+    with (
+        gated(**GROOT) as (_, gateway),
+        client(gateway) as robot,
+        client(gateway, zmq.DEALER) as fitting,
+        closing(raw_client(gateway)) as hostile,
+    ):
+        fitting.socket.send_multipart([b""] * (PARTS_MAX - 1))  # ZeroMQ adds the address
+        assert "came through a proxy" in refusal(fitting.receive())
+        hostile.sendall(b"\1\0" * 300_000 + b"\0\0")
+        assert "action.x" in robot.ask()
+        wait_until(lambda: is_closed(hostile))
+        ends = fitting.socket.get_monitor_socket(zmq.Event.DISCONNECTED)
+        fitting.socket.send_multipart([b""] * PARTS_MAX)
+        assert ends.poll(10_000)
+        fitting.socket.disable_monitor()
+        assert "action.x" in robot.ask()
+
+
+def test_the_newest_of_too_many_connections_are_closed() -> None:
+    bound = sockets_max(slow_config())
+    with gated(**GROOT) as (_, gateway), client(gateway) as robot, ExitStack() as stack:
+        assert "action.x" in robot.ask()
+        others = [stack.enter_context(closing(raw_client(gateway))) for _ in range(bound + 30)]
+        kept = bound - 1  # beside the robot's
+        wait_until(lambda: all(map(is_closed, others[kept:])))
+        assert not any(map(is_closed, others[:kept]))
+        assert "action.x" in robot.ask()
+        stack.close()  # then there is room again
+        with client(gateway) as late:
+            assert late.ask({"endpoint": "ping"})["status"] == "ok"
+
+
 def test_a_request_in_work_is_the_only_one_of_its_client() -> None:
     with (
         gated(answers=False, **GROOT) as (rank0, gateway),
@@ -233,8 +294,8 @@ def proxy_to(gateway: Gateway) -> Iterator[int]:
     def relay() -> None:
         with suppress(zmq.ContextTerminated):
             zmq.proxy(front, back)
-        for socket in (front, back):
-            socket.close(linger=0)
+        for end in (front, back):
+            end.close(linger=0)
 
     relaying = threading.Thread(target=relay)
     relaying.start()
