@@ -13,6 +13,7 @@ import http
 import itertools
 import logging
 import re
+import socket
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final, TypeVar
@@ -36,7 +37,7 @@ from ppstream.gateway.session import (
     gateway_keys,
     reason_of,
 )
-from ppstream.gateway.shared_server import process_count, share_of
+from ppstream.gateway.shared_server import BoundedListener, Room, listen, process_count, share_of
 from ppstream.gateway.wires import Access, sessions_max, sockets_max
 from ppstream.robot.contract import ask_contract
 from ppstream.wire.openpi import decode, encode
@@ -88,31 +89,39 @@ class OpenpiServer:
         self._probing = asyncio.Lock()
         self._probed = ("connecting", 0)  # phase, and when
         self._metadata = encode(metadata(config, gateway))
-        self._server: Server | None = None
+        self._servers: list[Server] = []  # one for each address
         self._closed_because: RequestError = "gone"
 
     @property
     def address(self) -> str:
         """As ``WireServer``."""
-        assert self._server is not None, "entered"
+        assert self._servers, "entered"
         if self._connections is not None:
             return "connections of another process"
-        host, port = next(iter(self._server.sockets)).getsockname()[:2]
+        host, port = next(iter(self._servers[0].sockets)).getsockname()[:2]
         host = f"[{host}]" if ":" in host else host
         return f"{'ws' if self._tls is None else 'wss'}://{host}:{port}"
 
     async def __aenter__(self) -> OpenpiServer:
         address = listen_address(listen_of(self._gateway))
         assert address is not None, "checked with the configuration"
+        listeners: list[socket.socket] = []
+        if self._connections is not None:
+            listeners.append(self._connections)
+        else:
+            room = Room(self._sockets_max)
+            listeners += [BoundedListener(one, room) for one in listen(*address)]
+        for listener in listeners:
+            self._servers.append(await self._serve_at(listener))
+        return self
+
+    async def _serve_at(self, listener: socket.socket) -> Server:
         more: dict[str, Any] = {}
         if self._tls is not None:
             more = {"ssl": self._tls, "ssl_handshake_timeout": OPEN_LIMIT_S}
-        if self._connections is None:
-            more |= dict(zip(("host", "port"), address, strict=True))
-        else:
-            more["sock"] = self._connections
-        self._server = await serve(
+        return await serve(
             self._serve,
+            sock=listener,
             process_request=self._request,
             create_connection=_counted(self._accept_socket, self._leave_socket),
             origins=[None],  # a page in a browser names one, and may ask any port of its host
@@ -127,13 +136,13 @@ class OpenpiServer:
             logger=library_logger,
             **more,
         )
-        return self
 
     async def __aexit__(self, *_: object) -> None:
         self._closed_because = "gateway_ends"
-        if self._server is not None:
-            self._server.close()
-            await self._server.wait_closed()
+        for server in self._servers:
+            server.close()
+        for server in self._servers:
+            await server.wait_closed()
         self._threads.shutdown(wait=False)
 
     # ---- before a connection is one ---------------------------------------------------------

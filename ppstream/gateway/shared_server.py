@@ -105,6 +105,43 @@ class _Accepted(socket.socket):
             tell_end()
 
 
+class Room:
+    """Connections that a server may have open."""
+
+    def __init__(self, connections_max: int) -> None:
+        self._left = connections_max
+
+    def take(self) -> bool:
+        """Count one more; False: there are too many."""
+        if self._left == 0:
+            return False
+        self._left -= 1
+        return True
+
+    def leave(self) -> None:
+        """Count one less."""
+        self._left += 1
+
+
+class BoundedListener(socket.socket):
+    """A listening socket, as asyncio takes one, that has room for so many connections.
+
+    asyncio itself tells of one once its TLS handshake is done: silent ones would not count.
+    """
+
+    def __init__(self, listener: socket.socket, room: Room) -> None:
+        super().__init__(fileno=listener.detach())
+        self._room = room
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        """As of any listening socket, also its errors."""
+        connection, address = super().accept()
+        if not self._room.take():
+            connection.close()
+            raise ConnectionAbortedError
+        return _Accepted(connection.detach(), self._room.leave), address
+
+
 class SharedServer:
     """One ``[[gateway]]`` that several processes serve, as ``WireServer``.
 
@@ -142,7 +179,7 @@ class SharedServer:
     async def __aenter__(self) -> SharedServer:
         address = listen_address(listen_of(self._gateway))
         assert address is not None, "checked with the configuration"
-        self._listeners = _listen(*address)
+        self._listeners = listen(*address)
         try:
             await asyncio.gather(*map(self._start, self._workers))
         except BaseException:
@@ -267,7 +304,7 @@ class _Worker:
             await self.process.wait()
 
 
-def _listen(host: str, port: int) -> list[socket.socket]:
+def listen(host: str, port: int) -> list[socket.socket]:
     """Sockets at each address of ``host``. Raises OSError: one cannot be bound."""
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     listeners: list[socket.socket] = []

@@ -185,7 +185,13 @@ def test_sockets_that_say_nothing_are_bounded_and_delay_nobody(
         assert robot.ask()["actions"].shape == SHAPE
         for one in idle:
             one.close()
-        wait_until(lambda: health(gateway)[0] == 200)
+
+        def serves() -> bool:  # once it has seen them leave
+            with suppress(OSError):
+                return health(gateway)[0] == 200
+            return False
+
+        wait_until(serves)
 
 
 def test_a_half_open_connection_gives_its_row_back() -> None:
@@ -439,6 +445,30 @@ def test_tls_serves_who_trusts_the_certificate(tmp_path: Path) -> None:
             assert robot.ask()["actions"].shape == SHAPE
         with pytest.raises((ssl.SSLError, InvalidHandshake)), gateway.robot():
             pass
+
+
+def test_sockets_that_begin_no_tls_are_bounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(openpi, "OPEN_LIMIT_S", 600.0)  # only the bound closes any
+    bound = wires.sockets_max(slow_config())
+    files = certificate(tmp_path)
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    tls.load_cert_chain(*files)
+    with gated(tls=tls) as (_, gateway), ExitStack() as stack:
+        address = ("127.0.0.1", gateway.port)
+        silent = [stack.enter_context(socket.create_connection(address)) for _ in range(3 * bound)]
+        wait_until(lambda: sum(map(has_ended, silent)) == 2 * bound)
+        assert not any(map(has_ended, silent[:bound]))
+        stack.close()  # then there is room again
+        trusting = ssl.create_default_context(cafile=files[0])
+
+        def serves() -> bool:
+            with suppress(OSError, InvalidHandshake), gateway.robot(ssl=trusting) as robot:
+                return robot.ask()["actions"].shape == SHAPE
+            return False
+
+        wait_until(serves)
 
 
 def test_two_robots_are_answered_beside_a_native_one() -> None:
