@@ -203,10 +203,11 @@ class RobotClient:
         """
         link = self._living_link()
         now = now_ns()
-        begins = self._outbox.due_ns is None
-        batches = self._outbox.add(stream, stamp_ns, values, now)
-        if batches:
-            return self._send_batches(link, batches, now)
+        with self._outbox.lock:
+            begins = self._outbox.due_ns is None
+            batches = self._outbox.add(stream, stamp_ns, values, now)
+            if batches:
+                return self._send_batches(link, batches, now)
         if begins:
             link.wake()  # its thread sends this batch if no push follows in time
         return self.connected
@@ -273,13 +274,12 @@ class RobotClient:
                 self._feedback.send_merged(link.send, self._session)
             now, outbox = now_ns(), self._outbox
             self._session.rates.note(samples, now)
-            batches: list[Batch] = []
-            for stream, values in samples.items():
-                batches += outbox.add(stream, stamp, values, now)
-            if outbox.due_ns is not None:
-                batches += outbox.pop_due(now, everything=True)
-            self._rehearsal.asked(now)
-            return self._send_batches(link, batches, now)
+            with outbox.lock:
+                batches = [b for key, v in samples.items() for b in outbox.add(key, stamp, v, now)]
+                if outbox.due_ns is not None:
+                    batches += outbox.pop_due(now, everything=True)
+                self._rehearsal.asked(now)
+                return self._send_batches(link, batches, now)
 
         self._asked = asking = Asking(self._endpoint, link, stamp, send)
         return asking
@@ -351,8 +351,8 @@ class RobotClient:
             ReceiverEndedError: the receiving thread ended by an exception.
         """
         link = self._living_link()
-        self._flush(link)
-        with link.changed:
+        with self._outbox.lock, link.changed:
+            self._send_gathered(link, now_ns(), everything=True)
             self.timeline.clear()
             self._session.session_epoch += 1
             if self.connected and not link.send(ResetRequest(self._session.session)):
@@ -393,7 +393,7 @@ class RobotClient:
             if link is None:
                 self.timeline.close()
                 return
-        self._flush(link)
+        self._send_gathered(link, now_ns(), everything=True)
         with link.changed:
             self.timeline.close()  # so that the last chunks are reported, too
         self._feedback.collect()
@@ -458,7 +458,7 @@ class RobotClient:
         if not self._session.executable:
             feedback.await_ready()
         state_due_ns = self._send_state(link, now)
-        self._send_batches(link, self._outbox.pop_due(now), now)
+        self._send_gathered(link, now)
         ask_due_ns = self._rehearsal.turn(now)
         dues = (self._outbox.due_ns, state_due_ns, reports_due_ns, ask_due_ns)
         return min((due for due in dues if due is not None), default=None)
@@ -477,9 +477,9 @@ class RobotClient:
             self._feedback.hurry()
             self._link.wake()
 
-    def _flush(self, link: RobotLink) -> None:
-        now = now_ns()
-        self._send_batches(link, self._outbox.pop_due(now, everything=True), now)
+    def _send_gathered(self, link: RobotLink, now: int, *, everything: bool = False) -> None:
+        with self._outbox.lock:
+            self._send_batches(link, self._outbox.pop_due(now, everything=everything), now)
 
     def _send_batches(self, link: RobotLink, batches: list[Batch], now: int) -> bool:
         session = self._session.session

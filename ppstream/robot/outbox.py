@@ -1,6 +1,7 @@
 """Outbox: checks what a robot pushes and, when asked to, gathers samples before they are sent.
 
-Plain logic under one lock: it sends nothing and reads no clock.
+Plain logic under one lock: it sends nothing and reads no clock. Who sends what it gives holds that
+lock until it is sent, so that nothing newer overtakes it.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class Outbox:
         if len(self._gathering) != len(self.declarations):
             raise SpecError(f"stream names must be unique, got {[s[0] for s in streams]}")
         self._batch_ns = batch_ns
-        self._lock = threading.Lock()
+        self.lock = threading.RLock()  # of all that is gathered, until it is sent
         self.due_ns: int | None = None  # when the oldest gathered sample must leave
 
     def add(self, stream: str, stamp_ns: int | Values, values: Any, now_ns: int) -> list[Batch]:
@@ -84,7 +85,7 @@ class Outbox:
             return []
         if not self._batch_ns:
             return [Batch(gathering.index, stamps.data, array.data, len(stamps))]
-        with self._lock:
+        with self.lock:
             if len(stamps) <= gathering.room:
                 gathering.put(stamps, array, now_ns)
                 if self.due_ns is None:
@@ -116,7 +117,7 @@ class Outbox:
 
     def pop_due(self, now_ns: int, *, everything: bool = False) -> list[Batch]:
         """All gathered samples once the oldest is due, or ``everything`` now."""
-        with self._lock:
+        with self.lock:
             return self._pop() if everything else self._pop_due(now_ns)
 
     def _oldest_due_ns(self) -> int | None:

@@ -37,13 +37,22 @@ from ppstream.core.errors import (
 from ppstream.core.waiter import Waiter
 from ppstream.robot import connection, feedback
 from ppstream.robot.answer import Asking
+from ppstream.robot.client import RobotClient
 from ppstream.robot.connection import RobotLink
 from ppstream.robot.control_loop import ControlLoop
 from ppstream.robot.feedback import Feedback
-from ppstream.robot.outbox import Outbox
+from ppstream.robot.outbox import BATCH_SAMPLES, Outbox
 from ppstream.robot.session import RobotSession
 from ppstream.wire.fields import MAX_PUSH_BYTES
-from ppstream.wire.robot_messages import ActionChunk, ChunkReport, Prefix, RobotState, Samples
+from ppstream.wire.robot_messages import (
+    ActionChunk,
+    ChunkReport,
+    FromRobot,
+    Prefix,
+    ResetRequest,
+    RobotState,
+    Samples,
+)
 
 pytestmark = pytest.mark.usefixtures("either_socket")
 
@@ -114,6 +123,56 @@ def test_gathered_samples_leave_also_when_no_push_follows() -> None:
 
 
 @pytest.mark.flaky(reruns=2)  # on a busy machine an answer may pass its lease unexecuted
+def resets(client: RobotClient) -> None:
+    client.reset()
+
+
+def pushes_a_full_batch(client: RobotClient) -> None:
+    stamps = np.arange(10, 11 + BATCH_SAMPLES)
+    client.push("joints", stamps, np.zeros((len(stamps), 3)))
+
+
+def asks(client: RobotClient) -> None:
+    asking = client.begin_asking({"joints": [0, 0, 0]}, 10)
+    assert asking is not None
+    asking.send()
+    client.end_asking(asking)
+
+
+@pytest.mark.parametrize("does", [resets, pushes_a_full_batch, asks])
+def test_nothing_overtakes_gathered_samples_that_are_being_sent(
+    monkeypatch: pytest.MonkeyPatch, does: Callable[[RobotClient], None]
+) -> None:
+    sent: list[FromRobot] = []
+    begun, may_go = threading.Event(), threading.Event()
+    send, user = RobotLink.send, threading.get_ident()
+
+    def slow_send(link: RobotLink, message: FromRobot) -> bool:
+        if isinstance(message, Samples) and threading.get_ident() != user:
+            begun.set()
+            may_go.wait(0.3)  # the user's thread goes on meanwhile, if nothing holds it up
+        if isinstance(message, Samples | ResetRequest):
+            sent.append(message)
+        return send(link, message)
+
+    with (
+        serving(make_config()) as server,
+        make_client(server.sessions.endpoint, batch_ms=2.0) as client,
+    ):
+        client.connect()
+        assert client.wait_ready(10)
+        monkeypatch.setattr(RobotLink, "send", slow_send)
+        client.push("joints", 1, [0, 0, 0])
+        client.push("imu", 1, [0, 0])
+        assert begun.wait(10)
+        does(client)
+        may_go.set()
+        wait_until(lambda: len(sent) > 2)
+    gathered = [one.stream for one in sent[:2] if isinstance(one, Samples)]
+    assert gathered == [0, 1]
+    assert isinstance(sent[2], ResetRequest) or bytes(sent[2].stamps)[0] == 10
+
+
 def test_ages_are_of_the_robots_clock_alone() -> None:
     offset_ns = 10**18
 
