@@ -126,7 +126,7 @@ class _UnixSocket(ABC):
         """The next message; None: there is none now, or it was malformed.
 
         Raises:
-            EOFError: the other side left, or sent more than it may.
+            EOFError: the other side left, sent more than it may, or a memory that did not arrive.
         """
         try:
             size, control, flags, _ = connection.socket.recvmsg_into(
@@ -150,12 +150,14 @@ class _UnixSocket(ABC):
         self, connection: _Connection, packet: bytes, fds: list[int], flags: int
     ) -> Message | None:
         """The message of a packet, as ``_receive``; other descriptors than its own are closed."""
+        is_carrier = len(packet) == CARRIER_BYTES and packet.startswith(MAGIC)
         try:
             if flags & CUT_BYTES or not packet:
                 raise EOFError
-            if flags & CUT_FDS:
-                raise ProtocolError("descriptors for which there is no room")
-            if len(packet) == CARRIER_BYTES and packet.startswith(MAGIC):
+            if flags & CUT_FDS or (is_carrier and not fds and connection.theirs is None):
+                self.malformed += 1
+                raise EOFError  # no descriptor was free; a memory comes once for each connection
+            if is_carrier:
                 return self._carried(connection, packet, fds)
             if fds:
                 raise ProtocolError("a message with descriptors")

@@ -72,6 +72,18 @@ def stranger(server: MessageSocket) -> Iterator[socket.socket]:
         yield raw
 
 
+@contextmanager
+def no_free_descriptor() -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = os.dup(0)
+    os.close(free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
 def serves(server: MessageSocket) -> bool:
     client = connect_client(server.endpoint)
     frames: list[Frame] = []
@@ -219,16 +231,10 @@ def test_a_server_without_descriptors_waits_for_some_and_does_not_spin(
 ) -> None:
     client = connect_client(server.endpoint)
     assert client.send(b"hello")
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    free = os.dup(0)
-    os.close(free)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))
-    try:
+    with no_free_descriptor():
         wait_until(lambda: server.drain() or server.refused().get("accept"))
         server.drain()
         assert not select.select([server.fd], [], [], 0)[0]
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     server.refused()  # a second is over
     wait_until(lambda: [frame.body for frame in server.drain()] == [b"hello"])
     client.close()
@@ -644,17 +650,65 @@ def threads() -> list[str]:
     return [thread.name for thread in threading.enumerate()]
 
 
-def test_a_carrier_whose_descriptor_found_no_room_is_no_message(server: MessageSocket) -> None:
+@pytest.mark.parametrize("reader", ["python", pytest.param("core", marks=needs_core)])
+def test_a_memory_whose_descriptor_found_no_room_ends_the_connection_and_the_next_brings_one(
+    server: MessageSocket, reader: str
+) -> None:
     client = connect_client(server.endpoint)
+    frames: list[Frame] = []
+    assert client.send(b"hello")
+    wait_until(lambda: frames.extend(server.drain()) or frames)
+    source = server.packets_of(frames[0].peer)
+    assert source is not None
     assert client.send(bytes(1_000_000))
+    with no_free_descriptor():
+        if reader == "core":
+            assert source.messages(native.receive(source.fileno(), (), 0, 16)[2]) == []
+        else:
+            assert server.drain() == []
+    assert (server.malformed, server.refused()) == (1, {"closed": 1})
+    assert select.select([client.fd], [], [], 10)[0]  # it is hung up on
+    assert client.drain() == []
+    assert client.send(bytes(1_000_000))
+    wait_until(lambda: frames.extend(server.drain()) or len(frames) == 2)
+    assert frames.pop().body == bytes(1_000_000)
+    client.close()
+
+
+def test_a_client_that_gets_no_memory_for_want_of_a_descriptor_connects_anew(
+    server: MessageSocket,
+) -> None:
+    client = connect_client(server.endpoint)
+    frames: list[Frame] = []
+    for _ in range(2):
+        assert client.send(b"hello")
+        wait_until(lambda: frames.extend(server.drain()) or frames)
+        peer = frames.pop().peer
+        assert server.send(bytes(1_000_000), peer)
+        if not client.malformed:
+            with no_free_descriptor():
+                assert client.drain() == []
+            assert client.malformed == 1
+    wait_until(lambda: frames.extend(client.drain()) or frames)
+    assert frames.pop().body == bytes(1_000_000)
+    client.close()
+
+
+@pytest.mark.parametrize(("knows_memory", "flags"), [(True, socket.MSG_CTRUNC), (False, 0)])
+def test_a_carrier_without_its_memory_ends_the_connection(
+    server: MessageSocket, flags: int, *, knows_memory: bool
+) -> None:
+    client = connect_client(server.endpoint)
+    assert client.send(bytes(1_000_000 if knows_memory else 1))
     frames: list[Frame] = []
     wait_until(lambda: frames.extend(server.drain()) or frames)
     source = server.packets_of(frames[0].peer)
     assert source is not None
     told = CARRIER.pack(MAGIC, PAGE_BYTES, SIZE, 1).ljust(CARRIER_BYTES, b"\0")
-    assert source.messages([(told, (), 0)])[0].body == bytes(SIZE)
-    assert source.messages([(told, (), int(socket.MSG_CTRUNC))]) == []
-    assert server.malformed == 1
+    if knows_memory:
+        assert source.messages([(told, (), 0)])[0].body == bytes(SIZE)
+    assert source.messages([(told, (), int(flags))]) == []
+    assert (server.malformed, server.refused()) == (1, {"closed": 1})
     client.close()
 
 
