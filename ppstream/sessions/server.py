@@ -55,6 +55,7 @@ from ppstream.wire.robot_messages import (
     Samples,
     ToRobot,
     from_robot,
+    is_change,
 )
 from ppstream.wire.transports import bind_server
 
@@ -259,8 +260,8 @@ class Sessions:
             self._strangers_left = left = self._strangers_left - 1
         else:
             session.frames_left = left = session.frames_left - 1
-        if left < 0:  # before it is read: a flood costs others no more than this
-            self._drop("rate")
+        if left < 0 and (session is None or not self._may_change(session, frame, now_ns)):
+            self._drop("rate")  # before it is read: a flood costs others no more than this
             return 0
         try:
             if (
@@ -306,6 +307,22 @@ class Sessions:
         else:
             self.requests.note(session, message)
         return 0
+
+    def _may_change(self, session: Session, frame: Frame, now_ns: int) -> bool:
+        """True when a frame beyond the limit must be read: its sender counts on a reset, say.
+
+        Such frames have a limit of their own. Beyond that the session ends, which its robot hears:
+        dropped without a word, the two would not agree on the episode again.
+        """
+        if type(frame.message) is LargeMessage or not is_change(frame.body):
+            return False
+        session.changes_left -= 1
+        if session.changes_left >= 0:
+            return True
+        self._close(session, "rate")
+        self._send(session.peer, Lost(session.id))
+        self._admit_waiting(now_ns)
+        return False
 
     def _samples(self, session: Session, message: Samples, now_ns: int) -> int:
         stream = session.streams[message.stream]

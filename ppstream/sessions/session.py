@@ -121,8 +121,8 @@ class SessionStream:
 class Session:
     """One robot's session. It is serving once its row is open: samples and actions may flow.
 
-    ``frames_left`` may still come before the next second begins; ``wish`` is the newest
-    instruction, kept until the row is open.
+    ``frames_left`` may still come before the next second begins, and ``changes_left`` resets and
+    the like behind those; ``wish`` is the newest instruction, kept until the row is open.
     """
 
     id: int
@@ -133,6 +133,7 @@ class Session:
     streams: list[SessionStream]  # as Hello declared them
     heard_ns: int
     frames_left: int
+    changes_left: int
     wish: tuple[int, str] = (0, "")  # conditioning_epoch, text
     offset: OffsetEstimate = field(default_factory=OffsetEstimate)
     episode: int = 0

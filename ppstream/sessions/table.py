@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 SILENCE_NS: Final = 5 * NS_PER_S  # a robot that says nothing for longer has left
 HEADER_BYTES: Final = 1 << 16  # of any message, beside its samples
 OTHER_FRAMES_PER_S: Final = 400  # reports, prefixes, pings, instructions
+CHANGES_PER_S: Final = 50  # resets, instructions and goodbyes that are read beyond those
 STRANGER_FRAMES_PER_S: Final = 500  # of all connections without a session together
 DRAIN_NS: Final = NS_PER_MS  # then what comes waits until results were looked at
 DRAIN_FRAMES: Final = 16  # read at once, between two looks at the clock
@@ -41,7 +42,7 @@ def frame_bytes_max(config: PipelineConfig) -> int:
 
 
 def frames_per_second(config: PipelineConfig) -> int:
-    """Limit of the frames that one robot may send; the rest is dropped unread.
+    """Limit of the frames that one robot may send; but for ``CHANGES_PER_S`` the rest is dropped.
 
     A lone robot may send all it can, a recording at full speed for one: there is nobody to delay.
     """
@@ -124,6 +125,7 @@ class SessionTable:
             ],
             heard_ns=now_ns,
             frames_left=self._frames_per_s,
+            changes_left=CHANGES_PER_S,
             wish=(hello.conditioning_epoch, hello.instruction),
         )
         self._of[peer] = self._at[index] = session
@@ -133,6 +135,7 @@ class SessionTable:
         """A second is over: everybody may speak again."""
         for session in self._of.values():
             session.frames_left = self._frames_per_s
+            session.changes_left = CHANGES_PER_S
             for stream in session.streams:
                 stream.refill()
 

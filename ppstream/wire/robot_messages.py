@@ -17,6 +17,7 @@ from msgspec import Meta
 from ppstream.wire.fields import (
     MAX_DETAILS,
     MAX_DIM,
+    MAX_INSTRUCTION,
     Count,
     FaultText,
     Id,
@@ -223,6 +224,15 @@ FromRobot = (
     | RobotState
     | Describe
 )
+#: Messages behind which both sides take another state of the session for true.
+CHANGES: Final = frozenset(kind.__struct_config__.tag for kind in (ResetRequest, Bye, Instruct))
+CHANGE_BYTES_MAX: Final = 8 * MAX_INSTRUCTION  # a character has four at most
+
+
+def is_change(body: bytes | memoryview) -> bool:
+    """True when ``body`` begins as one of ``CHANGES``, and may be one: it is not decoded."""
+    is_short_array = 1 < len(body) <= CHANGE_BYTES_MAX and body[0] >> 4 == 0x9  # up to 15 fields
+    return is_short_array and body[1] in CHANGES
 
 
 # ---- rank 0 -> robot ------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from session_desk import STREAMS, Desk, hello, open_desk, samples
 from ppstream.config.schema import PipelineConfig
 from ppstream.core.clock import NS_PER_MS, NS_PER_S
 from ppstream.sessions.table import (
+    CHANGES_PER_S,
     DRAIN_FRAMES,
     DRAIN_NS,
     HEADER_BYTES,
@@ -30,6 +31,7 @@ from ppstream.wire.fields import (
     WIRE_MINOR,
     encoder,
 )
+from ppstream.wire.robot_messages import CHANGE_BYTES_MAX
 
 CONFIG = make_config(rows=2)
 LIMIT = frames_per_second(CONFIG)
@@ -66,6 +68,75 @@ def test_a_flood_of_one_robot_takes_nothing_from_another(desk: Desk) -> None:
     assert dropped["rate"] == 1000  # unread, while the others could not be decoded
     assert desk.send(quiet, *[samples(session, stamp) for stamp in range(1, 101)]) == 100
     assert desk.sessions.statistics().frames_dropped == dropped
+
+
+def test_a_reset_behind_a_burst_is_heard(desk: Desk) -> None:
+    robot = desk.robot()
+    session = desk.admit(robot).session
+    desk.send(robot, *[samples(session, 1)] * (LIMIT + 10), m.ResetRequest(session))
+    desk.send(robot, samples(session, 2))
+    statistics = desk.sessions.statistics()
+    assert (desk.rows[0].session_epoch, statistics.resets) == (1, 1)
+    assert statistics.frames_dropped == {"rate": 11}
+
+
+def test_the_longest_instruction_behind_a_burst_is_heard() -> None:
+    config = make_config(rows=2)
+    policy = msgspec.structs.replace(config.policy, instructions=True)
+    with open_desk(config=msgspec.structs.replace(config, policy=policy)) as desk:
+        asked: list[str] = []
+        desk.sessions.requests.attach(
+            lambda _, text, confirm: asked.append(text), lambda *_, **__: None
+        )
+        robot = desk.robot()
+        session = desk.admit(robot).session
+        text = "\U0001f600" * MAX_INSTRUCTION
+        desk.send(robot, *[m.Ping(session)] * LIMIT, m.Instruct(session, 1, text))
+        assert asked == [text]
+        assert desk.sessions.statistics().frames_dropped == {}
+
+
+def test_a_goodbye_behind_a_burst_is_heard(desk: Desk) -> None:
+    robot = desk.robot()
+    session = desk.admit(robot).session
+    desk.send(robot, *[m.Ping(session)] * LIMIT, m.Bye(session))
+    assert desk.sessions.statistics().closed == {"bye": 1}
+
+
+@pytest.mark.parametrize("extra", [-1, 0, 1])
+def test_a_robot_whose_resets_cannot_be_heard_any_more_learns_that_its_session_is_over(
+    desk: Desk, extra: int
+) -> None:
+    loud, quiet, waits = desk.robot(), desk.robot(), desk.robot()
+    lost = desk.admit(loud, robot="loud").session
+    session = desk.admit(quiet, robot="quiet").session
+    desk.send(waits, hello(robot="waits"))
+    assert desk.receive(waits).reason == "full"
+    desk.send(loud, *[m.Ping(lost)] * LIMIT)
+    desk.send(loud, *[m.ResetRequest(lost)] * (CHANGES_PER_S + extra))
+    statistics = desk.sessions.statistics()
+    assert statistics.resets == CHANGES_PER_S + min(extra, 0)
+    assert statistics.closed == ({"rate": 1} if extra > 0 else {})
+    assert statistics.frames_dropped == ({"rate": 1} if extra > 0 else {})
+    if extra > 0:
+        assert desk.receive(loud) == m.Lost(lost)
+        assert isinstance(desk.receive(waits), m.Welcome)
+    assert desk.send(quiet, *[samples(session, stamp) for stamp in range(1, 101)]) == 100
+    desk.now_ns += NS_PER_S
+    desk.send(quiet, *[m.Ping(session)] * LIMIT)  # the next second begins
+    desk.send(quiet, *[m.ResetRequest(session)] * CHANGES_PER_S)
+    assert desk.sessions.statistics().closed == statistics.closed
+
+
+@pytest.mark.parametrize("body", [b"\x94", b"\x92\x04" + bytes(CHANGE_BYTES_MAX)])
+def test_what_is_too_short_or_too_long_to_be_a_reset_is_not_read_beyond_the_limit(
+    desk: Desk, body: bytes
+) -> None:
+    robot = desk.robot()
+    session = desk.admit(robot).session
+    desk.send(robot, *[m.Ping(session)] * LIMIT, *[body] * (CHANGES_PER_S + 1))
+    statistics = desk.sessions.statistics()
+    assert (statistics.frames_dropped, statistics.open) == ({"rate": CHANGES_PER_S + 1}, 1)
 
 
 @pytest.mark.parametrize("message", [m.Ping(9), m.Describe(WIRE_MAJOR, WIRE_MINOR)])
