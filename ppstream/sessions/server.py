@@ -116,6 +116,7 @@ class Sessions:
         self._lost_due_ns = 0
         self._second_ns = 0  # when the next one begins
         self._silent_ns = 0  # nobody can be silent for too long before
+        self._patience_ns = 0  # until then whoever seems silent may only be unread; 0: nobody does
         self._strangers_left = STRANGER_FRAMES_PER_S
         self._counts = SessionCounts()
         self._alone: _Alone | None = None
@@ -164,7 +165,7 @@ class Sessions:
         taken += self.requests.drain()
         if self._socket.malformed:
             self._counts.frames_dropped["malformed"] = self._socket.malformed
-        if now_ns >= self._silent_ns and not self._socket.has_more:  # else some may yet be heard
+        if now_ns >= self._silent_ns:
             self._close_silent(now_ns)
         return taken
 
@@ -420,11 +421,23 @@ class Sessions:
         self.requests.each_second(now_ns)
 
     def _close_silent(self, now_ns: int) -> None:
-        for session in self._table.silent(now_ns):
+        """Close who has been silent for too long; for twice that where much is still to be read.
+
+        All are read in turn, so that time is enough for each, also behind a pause of this rank.
+        """
+        silent_ns = now_ns
+        if self._socket.has_more:
+            silent_ns -= SILENCE_NS
+            self._patience_ns = self._patience_ns or now_ns + SILENCE_NS
+            if now_ns < self._patience_ns:
+                return
+        for session in self._table.silent(silent_ns):
             self._close(session, "silent")
         self._admit_waiting(now_ns)
         due_ns = self._table.next_silent_ns()
         self._silent_ns = now_ns + SILENCE_NS if due_ns is None else due_ns
+        if self._silent_ns > now_ns:
+            self._patience_ns = 0
 
     def _close(self, session: Session, reason: str) -> None:
         self._counts.closed[reason] += 1

@@ -3,6 +3,7 @@ from __future__ import annotations
 import select
 from collections.abc import Iterator
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -17,6 +18,7 @@ from ppstream.sessions.table import (
     DRAIN_FRAMES,
     DRAIN_NS,
     HEADER_BYTES,
+    SILENCE_NS,
     STRANGER_FRAMES_PER_S,
     frame_bytes_max,
     frames_per_second,
@@ -357,3 +359,43 @@ def test_robots_are_heard_in_turn_beside_one_that_fills_its_socket() -> None:
         wait_until(is_heard)
         waiting = sent - desk.sessions.statistics().frames_received
     assert waiting > DRAIN_FRAMES
+
+
+def test_strangers_that_keep_the_socket_full_keep_no_silent_robot() -> None:
+    looks = count(0, DRAIN_NS)  # each drain reads once
+    with open_desk(rows=2, clock=lambda: next(looks)) as desk:
+        loud = desk.robot()
+        desk.admit(desk.robot())
+        begun_ns = desk.now_ns
+        while desk.sessions.statistics().open:
+            assert desk.now_ns < begun_ns + 2 * SILENCE_NS + NS_PER_S
+            desk.now_ns += NS_PER_S // 10
+            for _ in range(4 * DRAIN_FRAMES):
+                loud.send(b"\xc1")
+            desk.sessions.drain(desk.now_ns)
+        assert desk.sessions.statistics().closed == {"silent": 1}
+
+
+def test_a_robot_whose_frames_wait_behind_others_after_a_pause_is_not_silent(
+    tmp_path: Path,
+) -> None:
+    looks = count(0, DRAIN_NS)  # each drain reads once
+    config = make_config(f"unix://{tmp_path}/here/robot", rows=2)
+    with open_desk(config=config, clock=lambda: next(looks)) as desk:
+        robot, others = desk.robot(), [desk.robot() for _ in range(2 * DRAIN_FRAMES)]
+        session = desk.admit(robot).session
+        for other in others:
+            desk.send(other, b"\xc1")
+        before = desk.sessions.statistics().frames_received
+        for each in (*others, *others, robot):
+            each.send(encoder.encode(m.Ping(session)))
+        desk.now_ns += 3 * SILENCE_NS
+        for _ in range(2):
+            desk.sessions.drain(desk.now_ns)
+            desk.now_ns += NS_PER_MS
+        heard = desk.sessions.statistics().frames_received - before
+        assert heard <= len(others)  # the robot is behind them
+        while desk.sessions.statistics().frames_received - before <= 2 * len(others):
+            desk.sessions.drain(desk.now_ns)
+            desk.now_ns += NS_PER_MS
+        assert desk.sessions.statistics().open == 1
