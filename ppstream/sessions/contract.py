@@ -7,23 +7,29 @@ first.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 from ppstream.config.schema import CHANNELS, PipelineConfig, RobotLimits, StreamConfig
 from ppstream.core.clock import NS_PER_MS
+from ppstream.core.errors import MAX_TEXT
 from ppstream.sessions.table import frames_per_second
 from ppstream.wire.contract import differences
-from ppstream.wire.fields import DECODE_ERRORS, WIRE_MAJOR, WIRE_MINOR
+from ppstream.wire.fields import DECODE_ERRORS, MAX_DETAILS, WIRE_MAJOR, WIRE_MINOR
 from ppstream.wire.robot_messages import (
     Described,
     Hello,
+    Refused,
     StreamDescription,
     Welcome,
     hello_version,
 )
+from ppstream.wire.unix_socket import PACKET_BYTES_MAX
 
 MINORS_SERVED: Final = (WIRE_MINOR - 1, WIRE_MINOR)
 ENCODINGS: Final = ("raw", "jpeg")
+TEXT_HEAD_BYTES: Final = 3  # of a text on the wire, before at most 64 KiB
+REFUSED_BYTES_MAX: Final = PACKET_BYTES_MAX - 512  # of its lines; the rest, and how many are left
 
 
 def rejection_reason(config: PipelineConfig, hello: Hello) -> tuple[str | None, list[str]]:
@@ -35,6 +41,25 @@ def rejection_reason(config: PipelineConfig, hello: Hello) -> tuple[str | None, 
         return "version", [line]
     lines = differences(description(config), hello.streams, hello.actions)
     return ("contract" if lines else None), lines
+
+
+def refusal(reason: str, details: Sequence[str]) -> Refused:
+    """Makes the message that says why; its details are cut to what one packet takes.
+
+    A stranger may ask for many, and what takes more would wait in rank 0's memory.
+    """
+    told: list[str] = []
+    left = REFUSED_BYTES_MAX
+    for line in details:
+        text = line[:MAX_TEXT]
+        left -= len(text.encode()) + TEXT_HEAD_BYTES
+        if left < 0:
+            break
+        told.append(text)
+    if len(told) < len(details) or len(told) > MAX_DETAILS:
+        del told[MAX_DETAILS - 1 :]
+        told.append(f"and {len(details) - len(told)} more")
+    return Refused(reason, tuple(told))
 
 
 def foreign_version(body: bytes | memoryview) -> str | None:

@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from ppstream import native
 from ppstream.core.clock import NS_PER_MS, NS_PER_S, Clock
 from ppstream.core.clock import now_ns as clock_ns
-from ppstream.core.errors import MAX_TEXT, ConfigError, ProtocolError
+from ppstream.core.errors import ConfigError, ProtocolError
 from ppstream.ingest.sample_ledger import RATE
 from ppstream.observe.statistics import SessionStatistics
 from ppstream.sessions.contract import (
     description,
     foreign_version,
+    refusal,
     rejection_reason,
     version_problem,
     welcome,
@@ -38,7 +39,7 @@ from ppstream.sessions.table import (
     frame_bytes_max,
 )
 from ppstream.sessions.waiting import WaitingList
-from ppstream.wire.fields import DECODE_ERRORS, MAX_DETAILS, encoder
+from ppstream.wire.fields import DECODE_ERRORS, encoder
 from ppstream.wire.keys import server_keys
 from ppstream.wire.message_memory import LargeMessage
 from ppstream.wire.message_socket import Frame
@@ -51,7 +52,6 @@ from ppstream.wire.robot_messages import (
     Hello,
     Lost,
     Phase,
-    Refused,
     Samples,
     ToRobot,
     from_robot,
@@ -453,8 +453,7 @@ class Sessions:
 
     def _refuse(self, peer: bytes, reason: str, details: list[str]) -> None:
         self._counts.refused[reason] += 1
-        shown = tuple(line[:MAX_TEXT] for line in details[:MAX_DETAILS])
-        self._send(peer, Refused(reason, shown))
+        self._send(peer, refusal(reason, details))
 
     def _send_lost(self, peer: bytes, session: int, now_ns: int) -> None:
         if now_ns >= self._lost_due_ns:

@@ -7,8 +7,9 @@ import pytest
 from robot_rig import ACTIONS, DT_NS, HORIZON, LEASE_NS, MS, make_config
 
 from ppstream.config.schema import ImageConfig, StreamConfig
-from ppstream.sessions.contract import description, rejection_reason, welcome
-from ppstream.wire.fields import WIRE_MAJOR, WIRE_MINOR, encoder
+from ppstream.core.errors import MAX_TEXT
+from ppstream.sessions.contract import description, refusal, rejection_reason, welcome
+from ppstream.wire.fields import MAX_DETAILS, WIRE_MAJOR, WIRE_MINOR, encoder
 from ppstream.wire.robot_messages import (
     Described,
     Hello,
@@ -16,6 +17,7 @@ from ppstream.wire.robot_messages import (
     StreamDescription,
     to_robot,
 )
+from ppstream.wire.unix_socket import PACKET_BYTES_MAX
 
 JOINTS, IMU = StreamDeclaration("joints", 3, "float32"), StreamDeclaration("imu", 2, "float64")
 
@@ -76,3 +78,25 @@ def test_a_description_has_the_configurations_contract_and_fits_the_wire() -> No
         lease_ns=LEASE_NS,
         max_age_ns=60 * MS,
     )
+
+
+@pytest.mark.parametrize(
+    ("lines", "told"),
+    [
+        (["a"] * MAX_DETAILS, MAX_DETAILS),
+        (["a"] * (MAX_DETAILS + 1), MAX_DETAILS - 1),
+        (["\U0001f600" * 1000] * 8, 8),
+        (["\U0001f600" * 1000] * 9, 8),
+        (["\U0001f600" * 1000] * 1000, 8),
+        (["\U0001f600" * 9000], 1),
+        ([], 0),
+    ],
+)
+def test_a_refusal_fits_one_packet_and_says_how_many_lines_are_left_out(
+    lines: list[str], told: int
+) -> None:
+    body = encoder.encode(refusal("contract", lines))
+    details = to_robot.decode(body).details  # type: ignore[union-attr]
+    assert len(body) <= PACKET_BYTES_MAX
+    assert details[:told] == tuple(line[:MAX_TEXT] for line in lines[:told])
+    assert details[told:] == ((f"and {len(lines) - told} more",) if told < len(lines) else ())
