@@ -117,7 +117,7 @@ def said(actions: np.ndarray[Any, Any]) -> Commitment | None:
 def test_what_a_robot_said_of_an_earlier_episode_or_before_it_is_served_is_ignored() -> None:
     row = make_rows(make_config())[0]
     hello = Hello(1, 1, "arm", (), ("dx", "dy"))
-    session = Session(7, b"", 0, row, hello, [], heard_ns=0, frames_left=1)
+    session = Session(7, b"", 0, row, hello, [], heard_ns=0, frames_left=1, changes_left=0)
     actions = memoryview(np.ones((2, 2), np.float32).tobytes())
     session.commit(Prefix(7, 0, 0, DT_NS, 200 * MS, 0, actions))
     assert row.commitment is None
