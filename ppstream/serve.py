@@ -82,7 +82,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.from_env is not None:
             become_torchrun(os.environ, config, load.arguments_of(args))
     except ConfigError as error:
-        return refuse(error) if rank == 0 else int(ExitCode.CONFIG)  # all read the same file
+        if rank == 0 or os.environ.get("LOCAL_RANK", "0") == "0":  # those of one host agree
+            return refuse(error, rank)
+        return int(ExitCode.CONFIG)
     if guard.is_wanted(config, rank):
         guard.become(sys.argv[1:] if argv is None else argv)
     return run_rank(config, rank)

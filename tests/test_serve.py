@@ -30,6 +30,23 @@ def test_an_old_python_is_told_at_once_which_one_it_needs(command):
     assert "this is Python 3.10, rank 0 and policy ranks need 3.11 or newer" in ended.stderr
 
 
+@pytest.mark.parametrize(
+    ("environment", "last"),
+    [
+        ({}, "ppstream: exit 11 CONFIG 1 problem(s), listed above"),
+        ({"RANK": "2", "LOCAL_RANK": "0"}, "ppstream: rank 2: exit 11 CONFIG 1 problem(s), listed"),
+        ({"RANK": "2", "LOCAL_RANK": "1"}, ""),
+    ],
+)
+def test_one_rank_of_each_host_says_what_is_wrong_there(environment, last, monkeypatch, capfd):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert serve.main(["--set", "policy.weights=/nowhere/w.safetensors"]) == 11
+    said = capfd.readouterr().err
+    assert ("policy.weights: got '/nowhere/w.safetensors'" in said) == bool(last)
+    assert "".join(said.splitlines()[-1:]).startswith(last)
+
+
 FILMED = ("--set", "record.file=run.mcap", "--set", "record.frames=jpeg")
 
 

@@ -3,7 +3,8 @@
 Both sides of the conversation stand here, in the order it is held. It uses the launcher's store and
 the control sockets alone; no tensor moves before it is over. Facts are compared by key class:
 ``equal`` must agree on all ranks; ``informational`` ones of the policy rank are kept in run.json.
-Settings that only rank 0 reads (sensors' service, bring-up, decode, logs) are not compared.
+Settings that only rank 0 reads (sensors' service, bring-up, decode, recording, logs) are not
+compared.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ HOP_KEY: Final = "hop"  # where a policy rank is reached by the next one
 WORDS_NS: Final = NS_PER_S  # rank 0 receives within this why a rank was lost
 SPARE_NS: Final = 2 * NS_PER_S  # the rank that builds notices first: it knows more
 RANK0_ONLY: Final = frozenset(
-    {"service", "bringup", "decode", "log", "demo", "simulate", "gateway"}
+    {"service", "bringup", "decode", "log", "demo", "simulate", "gateway", "record", "view"}
 )
 NVIDIA_VERSION: Final = "/proc/driver/nvidia/version"
 FIRST_RANK: Final = 1  # of the policy

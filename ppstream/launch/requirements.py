@@ -28,10 +28,12 @@ def refuse_python() -> int:
     return int(ExitCode.CONFIG)
 
 
-def refuse(error: ConfigError) -> int:
-    """Say every problem of a configuration; returns the exit code."""
+def refuse(error: ConfigError, rank: int = 0) -> int:
+    """Say every problem of a configuration, which this rank has found; returns the exit code."""
     print(error, file=sys.stderr, flush=True)
-    RankEnd(0).print_last_line(ExitCode.CONFIG, f"{len(error.problems)} problem(s), listed above")
+    RankEnd(rank).print_last_line(
+        ExitCode.CONFIG, f"{len(error.problems)} problem(s), listed above"
+    )
     return int(ExitCode.CONFIG)
 
 

@@ -17,8 +17,10 @@ from ppstream.config.schema import (
     PipelineConfig,
     PipelineShape,
     PolicyConfig,
+    RecordConfig,
     ServiceConfig,
     StreamConfig,
+    ViewConfig,
     WindowConfig,
 )
 from ppstream.control.generation import BUSY
@@ -57,8 +59,16 @@ def test_difference_names_key_and_both_values():
         compare_facts(configuration_facts(CONFIG), configuration_facts(deeper), 1)
 
 
-def test_what_only_rank_0_reads_is_not_compared():
-    elsewhere = msgspec.structs.replace(CONFIG, service=ServiceConfig(endpoint="tcp://[::1]:1"))
+@pytest.mark.parametrize(
+    "table",
+    [
+        {"service": ServiceConfig(endpoint="tcp://[::1]:1")},
+        {"record": RecordConfig(file="/mnt/run.mcap")},
+        {"view": ViewConfig(port=8765)},
+    ],
+)
+def test_what_only_rank_0_reads_is_not_compared(table):
+    elsewhere = msgspec.structs.replace(CONFIG, **table)
     compare_facts(configuration_facts(CONFIG), configuration_facts(elsewhere), 1)
 
 
