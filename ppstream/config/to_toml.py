@@ -9,17 +9,26 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from ppstream.config.schema import PipelineConfig
-from ppstream.config.validate import NONE
+from ppstream.config.validate import NONE, normalise
 
 
-def as_toml(config: PipelineConfig) -> str:
-    """Every value of ``config``, defaults included, as a TOML document."""
-    return "\n".join(table_lines(msgspec.to_builtins(config))) + "\n"
+def as_toml(config: PipelineConfig, folder: Path | None = None) -> str:
+    """Every value of ``config``, defaults included, as a TOML document.
+
+    Args:
+        config: to be written.
+        folder: that its relative paths are meant from; None: they are written as they are.
+    """
+    table = msgspec.to_builtins(config)
+    if folder is not None:
+        table = normalise(table, PipelineConfig, folder)
+    return "\n".join(table_lines(table)) + "\n"
 
 
 def table_lines(table: Mapping[str, Any], path: str = "") -> Iterator[str]:

@@ -63,7 +63,7 @@ def normalise(value: Any, annotation: Any, folder: Path) -> Any:
         return {k: normalise(v, get_args(kind.base)[1], folder) for k, v in value.items()}
     if isinstance(value, str) and any((m.extra or {}).get("one") for m in kind.bounds):
         value = [value]
-    if get_origin(kind.base) is tuple and isinstance(value, list):
+    if get_origin(kind.base) is tuple and isinstance(value, list | tuple):
         return [normalise(item, get_args(kind.base)[0], folder) for item in value]
     if value and isinstance(value, str) and any((m.extra or {}).get("path") for m in kind.bounds):
         return str(folder / Path(value).expanduser())

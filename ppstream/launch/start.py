@@ -113,8 +113,9 @@ class StartedRun:
         """Start the ranks; returns the configuration that they run, too."""
         name, given = str(config), [*settings]
         if isinstance(config, PipelineConfig):
-            name = str(self._folder / f"{config.name}.toml")
-            Path(name).write_text(as_toml(config))
+            name = str(self._folder / "run.toml")
+            # The file goes with its folder: what the run leaves must not lie there.
+            Path(name).write_text(as_toml(config, Path.cwd()))
         checked = load.read(name, given)
         if not checked.bringup.accept:  # what is tried out may be too quick to overlap
             given.append(f"bringup.accept={toml_value(ACCEPTABLE)}")

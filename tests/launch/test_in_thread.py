@@ -25,6 +25,7 @@ from robot_rig import MS, wait_until
 import ppstream
 from ppstream import ConfigError, PpstreamError, RobotClient, TensorSpec
 from ppstream.config import load
+from ppstream.config.schema import LogConfig
 
 SMALL = Path(__file__).parents[1] / "support" / "small.toml"
 OBSERVATION = {"imu": [1.0, 2.0], "joints": [0.25, 0.5, 4.0]}
@@ -111,6 +112,21 @@ def test_a_closure_runs_in_a_thread_and_says_so_once(
     said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     (line,) = (text for text in said if "known to this process alone" in text)
     assert line.startswith("test_in_thread:build is known to this process alone: one rank runs")
+
+
+def test_a_configuration_in_memory_logs_where_the_program_runs(
+    settings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = msgspec.structs.replace(
+        load.read(str(SMALL), settings), name="cell/arm", log=LogConfig()
+    )
+    assert config.log.root == "logs"
+    with ppstream.start(config, policy=only_here()) as run:
+        assert run.config.log.root == str(tmp_path / "logs")
+    assert run.directory is not None
+    assert run.directory.parent == tmp_path / "logs"
+    assert run.report().run_id == run.directory.name
 
 
 def test_one_rank_keeps_limits_leases_and_the_ledger(settings: list[str]) -> None:
