@@ -40,6 +40,7 @@ ACTIONS_MAX: Final = 1024
 HEARTBEATS_PER_FROZEN: Final = 3  # so that one late heartbeat kills nobody
 RECORDING_SUFFIXES: Final = (".npz", ".npy", ".mcap", ".ulg", ".bag")
 RECORD_SUFFIX: Final = ".mcap"
+ACTIONS_SUFFIX: Final = ".npz"
 WEIGHTS_SUFFIXES: Final = (".safetensors", ".onnx")
 _PICKLE: Final = "a pickle or TorchScript: reading it can run code"
 #: Why other formats of weights are refused.
@@ -325,6 +326,10 @@ def _source_problems(config: PipelineConfig) -> Iterator[str]:
         yield "service.recording: got one beside a demo robot, want demo = none or no recording"
     if service.actions_file is not None and service.recording is None:
         yield "service.actions_file: got a file without service.recording, want both or neither"
+    if (name := service.actions_file) is not None:  # written when the recording was played
+        if Path(name).suffix != ACTIONS_SUFFIX:
+            yield f"service.actions_file: got {name!r}, want a {ACTIONS_SUFFIX} file"
+        yield from _unwritable_folder("service.actions_file", name)
 
 
 def _record_problems(config: PipelineConfig) -> Iterator[str]:
@@ -333,8 +338,7 @@ def _record_problems(config: PipelineConfig) -> Iterator[str]:
         return
     if Path(name).suffix != RECORD_SUFFIX and not Path(name).is_fifo():
         yield f"record.file: got {name!r}, want a {RECORD_SUFFIX} file or a named pipe"
-    if not os.access(Path(name).parent, os.W_OK):
-        yield f"record.file: got {name!r}, want it in a folder that can be written to"
+    yield from _unwritable_folder("record.file", name)
 
 
 def _recording_problems(path: str, name: str | None) -> Iterator[str]:
@@ -435,6 +439,11 @@ def _repeated(path: str, names: list[str]) -> Iterator[str]:
     for name, count in Counter(names).items():
         if count > 1:
             yield f"{path}: got {name!r} {count} times, want each name once"
+
+
+def _unwritable_folder(path: str, name: str) -> Iterator[str]:
+    if not os.access(Path(name).parent, os.W_OK):
+        yield f"{path}: got {name!r}, want it in a folder that can be written to"
 
 
 def _missing_file(path: str, name: str) -> Iterator[str]:

@@ -203,6 +203,24 @@ def test_recording_and_weights_that_exist_are_accepted(tmp_path: Path) -> None:
     assert problems(config(**changes)) == []
 
 
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("no/such/new.npz", "want it in a folder that can be written to"),
+        ("new.csv", "want a .npz file"),
+        ("new", "want a .npz file"),
+    ],
+)
+def test_a_file_of_actions_that_cannot_be_written_is_refused_before_the_run(
+    name: str, said: str, tmp_path: Path
+) -> None:
+    recording, actions = tmp_path / "r.npy", tmp_path / name
+    recording.touch()
+    changes = {"service": {"recording": str(recording), "actions_file": str(actions)}}
+    (found,) = problems(config(**changes))
+    assert found == f"service.actions_file: got {str(actions)!r}, {said}"
+
+
 def test_recording_is_served_instead_of_the_demo_robot(tmp_path: Path) -> None:
     recording = tmp_path / "r.npy"
     recording.touch()
