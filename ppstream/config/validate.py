@@ -19,6 +19,7 @@ from msgspec import Meta
 from msgspec.structs import FieldInfo
 
 NONE: Final = "none"  # TOML has no null: this text stands for it where a field may be without value
+INT_MIN, INT_MAX = -(2**63), 2**63 - 1
 
 _KINDS: Final = {float: "a number", int: "a whole number", str: "text", bool: "true or false"}
 
@@ -92,6 +93,20 @@ def find_problems(value: Any, annotation: Any, path: str = "") -> Iterator[str]:
             msgspec.convert(value, annotation)
         except msgspec.ValidationError:
             yield _line(path, value, wanted(kind)) + suggestion(value, _choices(kind))
+        else:
+            yield from _long_numbers(value, path)
+
+
+def _long_numbers(value: Any, path: str) -> Iterator[str]:
+    """Whole numbers that TOML's own range has no room for: ranks could not send them either."""
+    if isinstance(value, Mapping):
+        for name, item in value.items():
+            yield from _long_numbers(item, _join(path, name))
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            yield from _long_numbers(item, f"{path}[{index}]")
+    elif isinstance(value, int) and not INT_MIN <= value <= INT_MAX:
+        yield _line(path, value, f"a whole number from {INT_MIN} to {INT_MAX}")
 
 
 def _table_problems(value: Any, struct: type[msgspec.Struct], path: str) -> Iterator[str]:
@@ -119,6 +134,8 @@ def _list_problems(value: Any, kind: FieldType, path: str) -> Iterator[str]:
     if not isinstance(value, list):
         yield _line(path, value, wanted(kind))
         return
+    if len(value) < max((meta.min_length or 0 for meta in kind.bounds), default=0):
+        yield _line(path, value, wanted(kind))
     for index, item in enumerate(value):
         yield from find_problems(item, get_args(kind.base)[0], f"{path}[{index}]")
 

@@ -197,6 +197,29 @@ def test_text_of_the_wrong_form_is_told_the_right_one(file: Path, override: str,
     assert said in found
 
 
+def test_a_list_that_needs_an_entry_is_not_empty(file: Path) -> None:
+    (found,) = problems_of(file, "placement.policy=[]")
+    assert (
+        found == "placement.policy: got [], want a list, each 'cpu' or 'cuda:<number>', not empty"
+    )
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["profile.after", "simulate.seed", "bringup.envelopes", "policy.options.seed", "window.dt_ms"],
+)
+def test_a_whole_number_fits_64_bits(file: Path, path: str) -> None:
+    (found,) = problems_of(file, f"{path}={2**63}")
+    assert found == f"{path}: got {2**63}, want a whole number from {-(2**63)} to {2**63 - 1}"
+
+
+def test_a_whole_number_fits_64_bits_wherever_it_stands(file: Path) -> None:
+    (found,) = problems_of(file, f"policy.options.heads=[{{seed = [1, {-(2**63) - 1}]}}]")
+    assert found.startswith(f"policy.options.heads[0].seed[1]: got {-(2**63) - 1}, want a whole")
+    most = read(str(file), [f"policy.options.seed={2**63 - 1}"])
+    assert most.policy.options["seed"] == 2**63 - 1
+
+
 @pytest.mark.parametrize("number", ["inf", "nan", "-inf"])
 def test_no_number_is_infinite_or_undefined(file: Path, number: str) -> None:
     (found,) = problems_of(file, f"window.dt_ms={number}")
