@@ -13,7 +13,7 @@ import struct
 import threading
 from typing import TYPE_CHECKING, Final
 
-from ppstream.core.clock import NS_PER_MS, NS_PER_S
+from ppstream.core.clock import NS_PER_MS, NS_PER_S, POLL_NS_MAX
 from ppstream.core.errors import PeerLostError, ProtocolError
 from ppstream.wire import rank_messages
 from ppstream.wire.fields import encoder
@@ -143,7 +143,7 @@ class FrameSender:
         room = select.poll()
         room.register(self._socket, select.POLLOUT)
         while rest:
-            if room.poll(self._limit_ns / NS_PER_MS):
+            if room.poll(min(self._limit_ns, POLL_NS_MAX) / NS_PER_MS):
                 rest = rest[self._send_some(rest) :]
             elif not is_alive():
                 # Half a frame may be out: nothing behind it could be understood.

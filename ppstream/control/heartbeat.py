@@ -12,7 +12,7 @@ import select
 import threading
 from typing import TYPE_CHECKING, Final
 
-from ppstream.core.clock import NS_PER_MS, now_ns
+from ppstream.core.clock import NS_PER_MS, POLL_NS_MAX, now_ns
 from ppstream.core.errors import PpstreamError
 from ppstream.wire import rank_messages
 
@@ -119,7 +119,8 @@ class HeartbeatThread:
                 if self._clock() >= due_ns:
                     self._heart.offer(rank_messages.Heartbeat(self._progress()))
                     due_ns = self._clock() + self._interval_ns
-                ready = dict(poll.poll(max(0.0, due_ns - self._clock()) / NS_PER_MS))
+                left_ns = min(max(0, due_ns - self._clock()), POLL_NS_MAX)
+                ready = dict(poll.poll(left_ns / NS_PER_MS))
                 if self._stop_fd in ready:
                     return
                 self.listen()

@@ -17,7 +17,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
 from ppstream.control.framing import FrameReader, FrameSender
-from ppstream.core.clock import NS_PER_MS, NS_PER_S, now_ns
+from ppstream.core.clock import NS_PER_MS, NS_PER_S, POLL_NS_MAX, now_ns
 from ppstream.core.errors import (
     MAX_TEXT,
     PeerFrozenError,
@@ -297,7 +297,7 @@ class Peer:
                         f"{text} though its heartbeats arrive: its main thread is stuck"
                     )
                 raise PeerLostError(text)
-            readable.poll(left_ns / NS_PER_MS)
+            readable.poll(min(left_ns, POLL_NS_MAX) / NS_PER_MS)
 
     def _send(self, frame: rank_messages.Control) -> None:
         try:

@@ -15,7 +15,7 @@ from typing import Final, Protocol
 
 from ppstream.control.peer import Peer
 from ppstream.control.peer_process import user_at_end_of
-from ppstream.core.clock import NS_PER_S, now_ns
+from ppstream.core.clock import NS_PER_S, POLL_NS_MAX, now_ns
 from ppstream.core.errors import ConfigError, PeerLostError
 
 ADDRESS_KEY: Final = "control/address"
@@ -75,7 +75,7 @@ class Listener:
         deadline_ns = now_ns() + round(timeout_s * NS_PER_S)
         with suppress(TimeoutError):
             while (left_ns := deadline_ns - now_ns()) > 0:
-                self._socket.settimeout(left_ns / NS_PER_S)
+                self._socket.settimeout(min(left_ns, POLL_NS_MAX) / NS_PER_S)
                 connection, _ = self._socket.accept()
                 if (
                     connection.family != socket.AF_UNIX
@@ -125,6 +125,7 @@ def connect(
 
 
 def _connected(kind: str, where: str, timeout_s: float) -> socket.socket:
+    timeout_s = min(timeout_s, POLL_NS_MAX / NS_PER_S)
     if kind != "unix":
         host, _, port = where.rpartition(":")
         return socket.create_connection((host, int(port)), timeout_s)

@@ -10,6 +10,8 @@ from typing import Protocol
 
 NS_PER_S = 1_000_000_000
 NS_PER_MS = 1_000_000
+#: Longest time-out that poll(2) and sockets take, an int of milliseconds: 24.8 days.
+POLL_NS_MAX = (2**31 - 1) * NS_PER_MS
 
 #: CLOCK_MONOTONIC in nanoseconds: shared by all processes of one host.
 now_ns = time.monotonic_ns

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final
 
 from ppstream.control.peer_process import HeldProcess, children, of_rank
 from ppstream.control.watchdog import is_warm
-from ppstream.core.clock import NS_PER_MS, NS_PER_S, now_ns
+from ppstream.core.clock import NS_PER_MS, NS_PER_S, POLL_NS_MAX, now_ns
 from ppstream.core.errors import ExitCode, PeerLostError, PpstreamError
 
 if TYPE_CHECKING:
@@ -144,7 +144,7 @@ class Lookout:
     def _wait_ms(self) -> float | None:
         waits: list[float] = [INTERVAL_MS] if self._siblings or self._heard is not None else []
         if (due_ns := self._deadline_ns) is not None:
-            waits.append(max(0, due_ns - now_ns()) / NS_PER_MS)
+            waits.append(min(max(0, due_ns - now_ns()), POLL_NS_MAX) / NS_PER_MS)
         return min(waits, default=None)
 
     def _on_launcher_gone(self, process: HeldProcess) -> None:

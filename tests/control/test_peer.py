@@ -142,6 +142,14 @@ def test_receive_gives_up_on_a_silent_peer(peers: PairOfPeers) -> None:
         peers[0].receive(20 * NS_PER_MS)
 
 
+def test_a_limit_of_months_is_waited_for_like_any_other(peers: PairOfPeers) -> None:
+    near, far = peers
+    late = threading.Timer(0.05, near.send, [Drain("late")])
+    late.start()
+    assert far.receive(60 * 24 * 3600 * NS_PER_S) == Drain("late")
+    late.join()
+
+
 def test_a_connection_error_is_a_lost_peer() -> None:
     near, far = tcp_pair()
     near.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))

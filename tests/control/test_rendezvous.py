@@ -5,6 +5,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 from pathlib import Path
 
 import pytest
@@ -113,6 +114,16 @@ def test_a_connection_between_hosts_is_kept_in_use() -> None:
             assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == KEEPALIVE_S
     for thing in (near, far, listener):
         thing.close()
+
+
+def test_a_limit_of_months_is_not_cut_to_what_an_int_holds() -> None:
+    store = Strings()
+    listener = Listener(store)
+    late = threading.Timer(0.05, lambda: connect(store, 5.0).close())
+    late.start()
+    listener.accept((2**32 + 2) / 1000).close()  # its lower 32 bits are 2 ms
+    late.join()
+    listener.close()
 
 
 def test_an_absent_rank_is_an_error_within_the_limit() -> None:
