@@ -296,8 +296,8 @@ MUTANTS: Final = (
     Mutant(
         "frames have a limit by the second",
         "ppstream/sessions/server.py",
-        "        if left < 0:",
-        "        if left == 1 << 62:",
+        "        if left < 0 and (",
+        "        if left == 1 << 62 and (",
         "flood-decreasing",
     ),
     Mutant(
