@@ -104,6 +104,8 @@ def run_rank(config: PipelineConfig, rank: int) -> int:
     final = ExitCode.INTERNAL, "this rank's end could not be told"
     try:
         final = _run(config, end, run)
+        if rank != 0 and end.run is None and final[0] is ExitCode.PEER_LOST:
+            end.run = Run.of_launcher(Path(config.log.root))  # it may say how rank 0 ended
         final = end.end_of_main_thread(*final)
         end.record(*final)
         if rank == 0 and end.run is not None and end.on_stop is not None and final[0] in REPORTED:

@@ -147,10 +147,28 @@ class RankLauncher:
             if process is not None:
                 process.signal(number)
                 asked.append(process)
+                if len(asked) == 1:
+                    if not process.wait_gone(LEAD_S):
+                        continue
+                    self._end_unmet()
             if self._over.wait(LEAD_S):
                 return
         for process in asked:
             process.end()
+
+    def _end_unmet(self) -> None:
+        """End ranks that rank 0 had not met when it left: they would take it for a lost one.
+
+        They have built nothing, and nobody told them that the run is over.
+        """
+        run = self._own_run()
+        met = 0 if run is None else run.ranks_met()
+        for rank, pid in ranks_started_by(os.getpid()).items():
+            if rank > met and (process := HeldProcess.of(pid)) is not None:
+                process.end()
+
+    def _own_run(self) -> Run | None:
+        return Run.of_launcher(Path(self._config.log.root), os.getpid())
 
     def _code(self) -> ExitCode:
         """Rank 0's; a rank that was killed has none, and is a lost one."""
@@ -162,7 +180,7 @@ class RankLauncher:
     def _reason(self) -> str:
         """Returns where to look; rank 0 has printed the reason itself unless it was killed."""
         killed = "rank 0 was killed; " if self._failures.get(0, 0) < 0 else ""
-        run = Run.of_launcher(Path(self._config.log.root), os.getpid())
+        run = self._own_run()
         return f"{killed}{'the lines above' if run is None else run.directory}"
 
 

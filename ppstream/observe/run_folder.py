@@ -128,6 +128,10 @@ class Run:
         fields: dict[str, Any] = {"policy_ranks": [*before, facts]}
         self.describe(**fields, **({"policy_rank": facts} if rank == 1 else {}))
 
+    def ranks_met(self) -> int:
+        """Number of policy ranks that rank 0 has met."""
+        return len(_read(self.directory / "run.json").get("policy_ranks", []))
+
     def begin(
         self,
         *,

@@ -124,6 +124,28 @@ def test_a_terminal_that_closes_while_ranks_start_ends_with_0(tmp_path: Path) ->
         assert run.wait(12) == 0, run.text()
 
 
+@pytest.mark.parametrize("is_begun", [False, True])
+def test_a_stop_before_the_ranks_have_met_is_no_failure(tmp_path: Path, is_begun: bool) -> None:
+    with launched(tmp_path, *SERVE_ON) as run:
+        wait_until(run.has_ranks, seconds=40)
+        if is_begun:
+            wait_until((tmp_path / "latest").exists, seconds=40)
+        run.process.terminate()
+        assert run.wait(12) == 0, run.text()
+        assert "first to fail" not in run.text()
+        assert "PEER_LOST" not in run.text()
+
+
+def test_a_rank_that_rank_0_never_met_is_ended_behind_it(tmp_path: Path) -> None:
+    with launched(tmp_path, *SERVE_ON) as run:
+        wait_until(run.has_ranks, seconds=40)
+        run.ranks[1].signal(signal.SIGSTOP)  # it is slower: a signal to stop it would not heed
+        run.process.terminate()
+        assert run.ranks[1].wait_gone(8), run.text()
+        assert run.wait(12) == 0, run.text()
+        assert "PEER_LOST" not in run.text()
+
+
 def test_a_run_that_nohup_has_started_outlives_its_terminal(tmp_path: Path) -> None:
     output = tmp_path / "output"
     command = ["nohup", sys.executable, "-m", "ppstream.launch.commands", "run", str(CONFIG)]
