@@ -208,6 +208,13 @@ def _run_agent(count: int, arguments: Sequence[str]) -> dict[int, int]:
     return {}
 
 
+def _rank_count(text: str) -> int:
+    """Takes ``--nproc``; argparse words what is raised."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"got {text!r}, want a whole number, at least 1")
+    return int(text)
+
+
 def _parser(command: str, description: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=f"ppstream {command}",
@@ -217,7 +224,7 @@ def _parser(command: str, description: str) -> argparse.ArgumentParser:
     load.add_arguments(parser, is_positional=True)
     parser.add_argument(
         "--nproc",
-        type=int,
+        type=_rank_count,
         metavar="N",
         help="ranks: 1 runs the unpipelined twin (default: what the placement asks for)",
     )

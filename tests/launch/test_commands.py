@@ -71,6 +71,18 @@ def test_a_configuration_with_mistakes_is_refused_without_torch() -> None:
     assert "pipeline.d_in: got 0" in done.stderr
 
 
+@pytest.mark.parametrize("count", ["-1", "0", "two"])
+@pytest.mark.parametrize("command", ["run", "check"])
+def test_no_run_has_less_than_one_rank(
+    command: str, count: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as left:
+        main([command, "bench", f"--nproc={count}"])
+    assert left.value.code == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.endswith(f"argument --nproc: got '{count}', want a whole number, at least 1")
+
+
 def test_check_prints_what_a_run_would_place_where(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "bench"]) == 0
     assert "rank 1           stage B" in capsys.readouterr().out
