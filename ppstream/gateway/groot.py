@@ -45,7 +45,6 @@ logger = logging.getLogger("ppstream")
 PONG: Final = {"status": "ok", "message": "Server is running"}
 UNAUTHORIZED: Final = "Unauthorized: Invalid API token"  # as GR00T's own server says it
 ROBOT_CHARACTERS: Final = 64
-NUMBER_BYTES: Final = 4  # of a request, which a client with REQ_CORRELATE puts in front of it
 TOLD_MAX: Final = 16  # reasons of refusals in the log
 SPARE_CLIENTS: Final = 8  # beyond the rows: those that have just left, and refused ones
 SWEEP_S: Final = 0.1

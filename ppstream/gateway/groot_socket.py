@@ -35,7 +35,6 @@ SKIPPED_AT_ONCE: Final = 2048  # parts; a millisecond or two
 WAITING_MAX: Final = 4  # requests, and replies, of one client that ZeroMQ keeps
 READ_FACTOR: Final = 2  # a message so many times too large is still read, to be answered
 SILENT_MIN_S: Final = 2  # the kernel's least
-MS_PER_S: Final = 1000
 BYTES_PER_MB: Final = 1_000_000
 
 
