@@ -81,7 +81,7 @@ def episodes_of(
         return Episodes([_episode(path, recording, config, cut, steps)], 0)
     dt_ns = round(config.window.dt_ms * NS_PER_MS)
     if recording.lost and any(step.end_ns is None for step in recording.steps):
-        lost = ", ".join(f"{count} of {name!r}" for name, count in recording.lost.items())
+        lost = recording.lost_text
         raise ConfigError(
             [f"{path}: the recorder lost samples ({lost}): which episode others are of is unknown"]
         )

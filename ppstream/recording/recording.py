@@ -177,6 +177,11 @@ class Recording:
         self.images = dict(images or {})
 
     @property
+    def lost_text(self) -> str:
+        """Count of lost samples by stream, for people."""
+        return ", ".join(f"{count} of {name!r}" for name, count in self.lost.items())
+
+    @property
     def first_ns(self) -> int:
         """The earliest time at which a sample is due."""
         return min(int(track.due_ns[0]) for track in self.tracks.values())

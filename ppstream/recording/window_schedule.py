@@ -80,7 +80,7 @@ def schedule_of(path: str | Path, recording: Recording, config: PipelineConfig) 
     """
     is_scheduled = config.pipeline.windows == "scheduled"
     if is_scheduled and recording.lost:
-        lost = ", ".join(f"{count} of {name!r}" for name, count in recording.lost.items())
+        lost = recording.lost_text
         raise ConfigError(
             [f"{path}: the recorder lost samples ({lost}), want pipeline.windows = 'live' for it"]
         )
