@@ -98,10 +98,17 @@ class DeviceClock(Generic[E]):
         anchor_ns, drift = self._anchor_ns, self._drift
         return [anchor_ns + ns + int(ns * drift) for ns in events.ns_since(self._anchor)]
 
-    def renew_when_due(self) -> bool:
-        """Set a new anchor when the last is a second old; some 0.1 ms. Returns whether it did."""
+    def renew_when_due(self, settle: Callable[[], object] | None = None) -> bool:
+        """Set a new anchor when the last is a second old; some 0.1 ms. Returns whether it did.
+
+        Args:
+            settle: called before the anchor moves. Times by two anchors differ by up to both
+                brackets, more than lies between some events: in their order they are of one.
+        """
         if self._now() < self._due_ns:
             return False
+        if settle is not None:
+            settle()
         found = self._measure()
         if found is None:  # the anchor before serves on
             self._due_ns = self._now() + RETRY_NS

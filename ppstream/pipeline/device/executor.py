@@ -427,7 +427,7 @@ class DeviceExecutor:
             self._bear(policy_rank, policy_rank.check, now, owed, self._loop.result_limit_ns)
         if self._replicas is not None and not self._is_lined_up:
             self._replicas.end_waits_for_lost()
-        if self._parts.clock.renew_when_due():
+        if self._parts.clock.renew_when_due(self._account):
             self._loop.log.event("clock", **self._parts.clock.state._asdict())
         self._poll_latest_ns = now + POLL_LATEST_NS
         self._poll_due_ns = self._due_ns(self._poll_latest_ns)

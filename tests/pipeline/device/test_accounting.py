@@ -17,6 +17,8 @@ import pytest
 import ppstream
 from ppstream.core.clock import NS_PER_MS, NS_PER_S, now_ns
 from ppstream.core.errors import PolicyError
+from ppstream.cuda import device_clock
+from ppstream.cuda.device_clock import DeviceClock
 from ppstream.ingest.synthetic import SyntheticSource
 from ppstream.pipeline.device import executor
 from ppstream.pipeline.device.in_flight import UNSETTLED_MAX
@@ -49,6 +51,28 @@ def test_chunks_leave_before_their_envelopes_are_accounted_for(any_way: Any) -> 
         assert len(pipeline.envelopes()) == 60
     assert min(owed) >= 1
     assert max(owed) <= UNSETTLED_MAX
+
+
+def test_the_anchor_of_the_clock_moves_while_nothing_is_owed(
+    any_way: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Times by two anchors may be out of order, which the ledger would refuse."""
+    owed: list[int] = []
+    renew = DeviceClock.renew_when_due
+    monkeypatch.setattr(device_clock, "RENEW_NS", NS_PER_MS // 10)
+    with any_way() as pipeline:
+
+        def renewed(clock: Any, *given: Any) -> bool:
+            has_moved = renew(clock, *given)
+            if has_moved and given:  # rank 0's
+                accounted = pipeline.rank0.credits.statistics().emitted
+                owed.append(len(pipeline.collector.chunks) - accounted)
+            return has_moved
+
+        monkeypatch.setattr(DeviceClock, "renew_when_due", renewed)
+        pipeline.saturate()
+        pipeline.rank0.run(200)
+    assert set(owed) == {0}
 
 
 @pytest.mark.parametrize("stamps", [False, True])
