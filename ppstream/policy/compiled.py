@@ -227,9 +227,20 @@ class _CompiledPolicy:
         self._policy.reset(rows)
 
     def __call__(self, window: Mapping[str, Tensor], out: Mapping[str, Tensor]) -> None:
-        """As the policy does, compiled by the first call."""
+        """As the policy does, compiled by the first call.
+
+        Raises:
+            ConfigError: the compiler failed.
+        """
         with _LISTENER.hearing(self._part):
-            self._call(dict(window), dict(out))
+            try:
+                self._call(dict(window), dict(out))
+            except RuntimeError as error:
+                from torch._dynamo.exc import TorchDynamoException  # imported long ago, here
+
+                if not isinstance(error, TorchDynamoException):
+                    raise
+                raise ConfigError([_failure(self._part.name, error)]) from error
 
 
 def _entry(policy: Policy) -> Callable[[Any, Any], None]:
@@ -305,6 +316,15 @@ class _Listener(logging.Handler):
             log.setLevel(logging.DEBUG)
             log.propagate = False
         log.addHandler(self)
+
+
+def _failure(part: str, error: Exception) -> str:
+    inner = getattr(error, "inner_exception", error)
+    return (
+        f"policy.compile: torch.compile failed at part {part!r} ({type(inner).__name__}: "
+        f"{_reason(str(inner))}); set policy.compile = false, or take out what it cannot do, "
+        "such as torch.inference_mode()"
+    )
 
 
 def _reason(text: str) -> str:

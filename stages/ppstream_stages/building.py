@@ -146,12 +146,11 @@ class NetworkPart:
 
     def __call__(self, inputs: Mapping[str, Tensor], out: Mapping[str, Tensor]) -> None:
         """Writes every output in place."""
-        if self._is_sharded:  # DTensor plans a call anew each time in inference mode: 100 x slower
-            with torch.no_grad():
-                self.network(inputs, out)
-        else:
-            with torch.inference_mode():
-                self.network(inputs, out)
+        is_plain = self._is_sharded or torch.compiler.is_compiling()
+        # DTensor plans a call anew each time in inference mode (100 x slower), and torch's compiler
+        # fails there at views of weights and inputs.
+        with torch.no_grad() if is_plain else torch.inference_mode():
+            self.network(inputs, out)
 
 
 def parts_from(

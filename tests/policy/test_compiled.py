@@ -140,3 +140,17 @@ def test_the_tool_prints_each_break_and_refuses_too_many(
     printed = [line for line in capsys.readouterr().out.splitlines() if ": part " in line]
     assert found == code
     assert [line.partition(": part ")[0] for line in printed] == [line_of(mark) for mark in marks]
+
+
+def without_kernels(*_: object) -> Any:
+    """A backend that fails, as inductor does at a view in inference mode."""
+    raise RuntimeError("no kernel for it")
+
+
+def test_a_part_that_cannot_be_compiled_is_named_with_the_setting() -> None:
+    backend: Any = without_kernels
+    with pytest.raises(ConfigError) as refusal:
+        called(compiled(Summing(OPTIONS), backend))
+    (text,) = refusal.value.problems
+    assert text.startswith("policy.compile: torch.compile failed at part 'summing' (RuntimeError: ")
+    assert "no kernel for it); set policy.compile = false" in text

@@ -1,4 +1,4 @@
-"""Shipped policies that take any number of rows: the first rows alone give the same actions."""
+"""Shipped policies however they are called: with the first rows alone, or compiled."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ import pi0_folder
 import pytest
 import torch
 from policy_calls import in_a_row
+from torch import Tensor
 
+from ppstream.policy.compiled import compiled
 from ppstream_stages import act, echo, simulated, vla
 from ppstream_stages.cartpole import policy as cartpole
 
@@ -57,12 +59,12 @@ def built(kind: str, folder: Path) -> Sequence[Any]:
     return [lerobot_folder.loaded(made, CPU)]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_first_rows_alone_give_the_same_actions(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def loaded(
+    kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> tuple[Sequence[Any], dict[str, Tensor]]:
+    """Parts with weights, and a window for ``ROWS`` rows."""
     pi0_folder.make_small(monkeypatch)
-    parts = built(kind, tmp_path)
+    parts = built(kind, folder)
     made = {spec.name for part in parts for spec in part.outputs}
     generator = torch.Generator().manual_seed(1)
     window = {}
@@ -70,12 +72,32 @@ def test_the_first_rows_alone_give_the_same_actions(
         given = torch.rand(ROWS, *spec.shape, generator=generator)
         window[spec.name] = (given + 0.5).to(getattr(torch, spec.dtype))
     for part in parts:
-        assert part.any_rows
         if hasattr(part, "load"):
             part.load()
+    return parts, window
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_first_rows_alone_give_the_same_actions(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts, window = loaded(kind, tmp_path, monkeypatch)
+    assert all(part.any_rows for part in parts)
     whole = in_a_row(parts, window, ROWS)["actions"]
     assert whole.isfinite().all()
     for rows in (1, 3):
         first = {name: tensor[:rows] for name, tensor in window.items()}
         actions = in_a_row(parts, first, rows)["actions"]
         torch.testing.assert_close(actions, whole[:rows], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's compiler warns about itself
+@pytest.mark.parametrize("kind", KINDS)
+def test_compiled_they_give_the_same_actions(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts, window = loaded(kind, tmp_path, monkeypatch)
+    plain = in_a_row(parts, window, ROWS)["actions"]
+    made = [compiled(part, "aot_eager") for part in parts]
+    actions = in_a_row(made, window, ROWS)["actions"]
+    torch.testing.assert_close(actions, plain, rtol=1e-4, atol=1e-5)

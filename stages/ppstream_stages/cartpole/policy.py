@@ -144,7 +144,7 @@ class CartPolePolicy:
     def reset(self, rows: Tensor) -> None:
         """Nothing to forget: the window is all it knows."""
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def __call__(self, window: Mapping[str, Tensor], out: Mapping[str, Tensor]) -> None:
         """Write the proposals of all views, their mean as ``actions``, and the mean state."""
         for row in range(window["state.values"].shape[0]):
