@@ -24,6 +24,7 @@ from ppstream_stages.building import (
     DTYPES,
     NetworkPart,
     PartNetwork,
+    Patches,
     options_of,
     parts_from,
 )
@@ -144,7 +145,7 @@ class Weights(nn.Module):
         super().__init__()
         width = options.width
         self.embed = nn.Linear(options.dim, width)
-        self.patches = nn.ModuleList(nn.Conv2d(3, width, PATCH, PATCH) for _ in options.cameras)
+        self.patches = nn.ModuleList(Patches(width, PATCH) for _ in options.cameras)
         tokens = options.steps + sum(camera.tokens for camera in options.cameras)
         self.place = nn.Parameter(torch.randn(tokens, width) * 0.02)
         self.queries = nn.Parameter(torch.randn(options.horizon, width) * 0.02)
@@ -175,9 +176,8 @@ class Backbones(PartNetwork):
         features, seen = out["features"], []
         for patch, spec in zip(self.patches, self.inputs, strict=True):
             images = inputs[spec.name].to(features.dtype)
-            grid = patch(images.flatten(0, 1))  # [B * n, F, H / 16, W / 16]
-            tokens = grid.flatten(2).transpose(1, 2)
-            seen.append(tokens.reshape(images.shape[0], -1, grid.shape[1]))
+            tokens = patch(images.flatten(0, 1))  # [B * n, N / n, F]
+            seen.append(tokens.reshape(images.shape[0], -1, tokens.shape[-1]))
         features.copy_(torch.cat(seen, dim=1))
 
 

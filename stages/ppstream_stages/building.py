@@ -13,6 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.functional import linear
 from torch.utils.flop_counter import FlopCounterMode
 
 from ppstream import ConfigError, TensorSpec
@@ -39,6 +40,26 @@ def options_of(config: Mapping[str, Any], kind: type[Options]) -> Options:
         return msgspec.convert(config, kind)
     except msgspec.ValidationError as error:
         raise ConfigError([f"policy.options: {error}"]) from error
+
+
+class Patches(nn.Conv2d):
+    """Images to a token for each patch: a convolution whose stride is its kernel.
+
+    It computes one matrix product: cuDNN's convolutions of three channels took 0.08 ms of an H200
+    for any number of images up to eight.
+    """
+
+    def __init__(self, width: int, side: int) -> None:
+        super().__init__(3, width, side, side)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """``[B, 3, H, W]`` to ``[B, N, F]``, row by row of patches; what fills none is left out."""
+        _, _, side, _ = self.weight.shape
+        rows, columns = (size // side for size in images.shape[-2:])
+        whole = images[..., : rows * side, : columns * side]
+        cut = whole.reshape(-1, 3, rows, side, columns, side)
+        patches = cut.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
+        return linear(patches, self.weight.flatten(1), self.bias)
 
 
 class PartNetwork(nn.Module):

@@ -17,6 +17,7 @@ from torch.nn.functional import gelu, scaled_dot_product_attention, silu
 
 from ppstream import TensorSpec
 from ppstream.config.field_types import Count
+from ppstream_stages.building import Patches
 from ppstream_stages.tensor_parallel import Plan, plan_of, regroup, repeat_rows
 
 # B=row V=camera N=tokens F=feature H=horizon A=action L=layer
@@ -220,7 +221,7 @@ class ImageModel(nn.Module):
     def __init__(self, sizes: VlaSizes, form: NetworkForm) -> None:
         super().__init__()
         image, eps = sizes.image, form.image_eps
-        self.patches = nn.Conv2d(3, image.width, image.patch, image.patch)
+        self.patches = Patches(image.width, image.patch)
         self.place = nn.Parameter(torch.empty(sizes.patches, image.width))
         self.image_layers = nn.ModuleList(ImageLayer(image, eps) for _ in range(image.layers))
         self.norm = nn.LayerNorm(image.width, eps)
@@ -228,7 +229,7 @@ class ImageModel(nn.Module):
 
     def forward(self, frames: Tensor) -> Tensor:
         """``[B, V, 3, side, side]`` to ``[B, N, F]``."""
-        x = self.patches(frames.flatten(0, 1)).flatten(2).transpose(1, 2) + self.place
+        x = self.patches(frames.flatten(0, 1)) + self.place
         for layer in self.image_layers:
             x = layer(x)
         tokens: Tensor = self.project(self.norm(x))

@@ -7,6 +7,7 @@ import pytest
 import torch
 from policy_calls import actions_of, blocks_of, in_a_row
 from safetensors.torch import save_file
+from torch.nn.functional import conv2d
 
 from ppstream.config.load import read
 from ppstream.core.errors import ConfigError
@@ -14,6 +15,7 @@ from ppstream.ingest.window import input_specs
 from ppstream.policy.compatibility import policy_problems
 from ppstream.policy.parts import specs_of
 from ppstream_stages.act import build
+from ppstream_stages.building import Patches
 
 torch.set_num_threads(1)
 
@@ -72,6 +74,13 @@ def test_invalid_steps_do_not_count() -> None:
     )
 
 
+@pytest.mark.parametrize(("height", "width"), [(32, 48), (39, 30), (16, 16)])
+def test_patches_are_a_convolution_without_what_fills_none(height: int, width: int) -> None:
+    patches, images = Patches(24, 16), torch.randn(3, 3, height, width)
+    seen = conv2d(images, patches.weight, patches.bias, 16).flatten(2).transpose(1, 2)
+    assert torch.allclose(patches(images), seen, atol=1e-5)
+
+
 def test_every_camera_counts() -> None:
     config = SMALL | {"cameras": [CAMERA]}
     dark = torch.zeros(2, 2, 3, 32, 48)
@@ -96,7 +105,7 @@ def test_backbones_and_transformer_in_a_row_are_the_whole_policy() -> None:
     patches = backbones.network.patches[0]
     for frame in range(2):
         with torch.inference_mode():
-            seen = patches(window["front.frames"][:, frame]).flatten(2).transpose(1, 2)
+            seen = patches(window["front.frames"][:, frame])
         assert torch.allclose(made["features"][:, 6 * frame : 6 * frame + 6], seen)
     assert backbones.flops == 2 * 2 * 6 * 3 * 16 * 16 * 64
     assert backbones.parameters == 64 * (3 * 16 * 16 + 1)
