@@ -181,8 +181,11 @@ class LeRobotNetwork(PartNetwork):
         self.reads, self.horizon = reads, horizon
 
     def start(self) -> None:
-        """Fills the numbers of the normalisation."""
+        """Fills the numbers of the normalisation, and what is made of weights."""
         self.scales.start()
+        for module in self.modules():
+            if isinstance(module, Backbone):
+                module.start()
 
     def normalised(self, name: str, x: Tensor) -> Tensor:
         """``x`` of the input ``name`` as the network takes it."""
@@ -196,17 +199,28 @@ class LeRobotNetwork(PartNetwork):
 class FrozenNorm(nn.Module):
     """Batch normalisation by numbers that training left."""
 
+    slope: Tensor
+    offset: Tensor
+
     def __init__(self, channels: int) -> None:
         super().__init__()
         self.weight, self.bias, self.running_mean, self.running_var = (
             nn.Parameter(torch.empty(channels)) for _ in range(4)
         )
+        for name in ("slope", "offset"):
+            self.register_buffer(name, torch.empty(channels, 1, 1), persistent=False)
+
+    def start(self) -> None:
+        """Makes one factor and one summand of the four numbers."""
+        with torch.no_grad():
+            slope = self.weight * (self.running_var + BATCH_NORM_EPS).rsqrt()
+            offset = self.bias - self.running_mean * slope
+            self.slope.copy_(slope.view(-1, 1, 1))
+            self.offset.copy_(offset.view(-1, 1, 1))
 
     def forward(self, x: Tensor) -> Tensor:
         """``[B, C, H, W]`` to the same."""
-        slope = self.weight * (self.running_var + BATCH_NORM_EPS).rsqrt()
-        offset = self.bias - self.running_mean * slope
-        return x * slope.view(-1, 1, 1) + offset.view(-1, 1, 1)
+        return torch.addcmul(self.offset, x, self.slope)
 
 
 class ResidualBlock(nn.Module):
@@ -256,6 +270,19 @@ class Backbone(nn.Module):
             self.add_module(name, nn.Sequential(*blocks))
             given = channels
         self.channels = given
+
+    def start(self) -> None:
+        """Has pixels lie behind one another, channels last, as tensor cores read them.
+
+        It takes a norm that does not put them back.
+        """
+        frozen = [module for module in self.modules() if isinstance(module, FrozenNorm)]
+        for norm in frozen:
+            norm.start()
+        for module in self.modules() if frozen else ():
+            if isinstance(module, nn.Conv2d):
+                weight = module.weight
+                weight.data = weight.data.contiguous(memory_format=torch.channels_last)
 
     def forward(self, frames: Tensor) -> Tensor:
         """``[B, 3, H, W]`` to ``[B, C, H / 32, W / 32]``, rounded up."""
