@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -10,8 +11,7 @@ from ppstream.ingest.ring import RingBank, SensorRing
 from ppstream.ingest.sample_ledger import CLOCK_JUMP, CLOSED, NEW_EPISODE
 from ppstream.ingest.stamp_filter import StampFilter
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
+NOTHING_NEEDED: Final[Mapping[str, int]] = {}
 
 
 class Commitment(NamedTuple):
@@ -36,6 +36,8 @@ class RowInput:
         banks: one per stream, by its name.
         row: this place's index in them.
         reference: the stream whose newest stamp ends the window.
+        needed_ns: by stream without whose samples the policy acts blindly, how much older than the
+            reference's its newest may be.
         stale_ns: samples that were so much longer on their way than others are refused.
     """
 
@@ -45,10 +47,12 @@ class RowInput:
         row: int,
         reference: str,
         stale_ns: int | None = None,
+        needed_ns: Mapping[str, int] = NOTHING_NEEDED,
     ) -> None:
         self.clock = StampFilter(lambda: self._clear(CLOCK_JUMP), stale_ns)
         self.rings = {name: SensorRing(bank, row, self.clock) for name, bank in banks.items()}
         self.reference = self.rings[reference]
+        self._needed = tuple((self.rings[name], most_ns) for name, most_ns in needed_ns.items())
         self.session = 0
         self.session_epoch = 0
         self.instruction_id = 0  # 0: none
@@ -59,10 +63,17 @@ class RowInput:
 
     @property
     def present(self) -> bool:
-        """True when a window can be cut: the row is taken, awaits no text, and the reference stream
-        has a sample.
+        """True when a window can be cut: the row is taken, awaits no text, the reference stream has
+        a sample, and every stream that is needed has one that is young enough.
         """
-        return self.session != 0 and not self.awaits_text and self.reference.count > 0
+        if self.session == 0 or self.awaits_text or self.reference.count == 0:
+            return False
+        return not self._needed or not any(map(self._is_old, self._needed))
+
+    def lacks(self, stream: str) -> bool:
+        """True when no window is cut for want of samples of ``stream``, which is needed."""
+        ring = self.rings[stream]
+        return any(needed[0] is ring and self._is_old(needed) for needed in self._needed)
 
     def open(self, session: int, *, is_real_time: bool = True) -> None:
         """Give the free place to ``session``; false for a recording fed at any other speed."""
@@ -84,6 +95,10 @@ class RowInput:
         """The robot starts anew: nothing older may reach a window. Its clock goes on."""
         self._clear(NEW_EPISODE)
         self.session_epoch += 1
+
+    def _is_old(self, needed: tuple[SensorRing, int]) -> bool:
+        ring, most_ns = needed
+        return self.reference.newest_ns - ring.newest_ns > most_ns
 
     def _clear(self, reason: str) -> None:
         self.commitment = None

@@ -100,6 +100,8 @@ class SensorState:
             self.conditions.pop(key, None)
             return
         found, was = _condition(stream, before, seen), self.conditions.get(key, "ok")
+        if found == "ok" and place.lacks(stream.name):  # of a stream that comes on request, too
+            found = "silent"
         taken = seen.accepted - before.accepted
         if found == "ok" and stream.image is None and taken >= SAMPLES_MIN:
             bank = self._intake.banks[stream.name]

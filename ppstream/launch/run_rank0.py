@@ -51,7 +51,7 @@ from ppstream.pipeline.split_executor import SplitExecutor
 from ppstream.pipeline.stage_a import LONG_FRONT_MS, FrontParts, StageA
 from ppstream.policy.compatibility import build_parts, places_of
 from ppstream.policy.compiled import RecompileMeter
-from ppstream.policy.parts import Place, load, part_times_of, specs_of
+from ppstream.policy.parts import Place, load, names_read, part_times_of, specs_of
 from ppstream.policy.protocol import Policy
 from ppstream.policy.unwritten import policy_fault
 from ppstream.wire.rank_messages import Drain, PhaseChange
@@ -228,7 +228,7 @@ def _pipelined(
 ) -> Rank0Loop:
     peers, store = met
     built = _build_front(config, course)
-    places, ahead = handshake.agree_on_parts(config, peers, intake.cutter.inputs)
+    places, ahead, reads = handshake.agree_on_parts(config, peers, intake.cutter.inputs)
     describe_topology(run, config, placement, places)
     run_id, front = parts.log.run_id, None
     device = torch.device(config.placement.rank0)
@@ -254,9 +254,7 @@ def _pipelined(
             assert isinstance(parts.stage_a, StageA), "placed so"
             hops = _open_hops(config, placement.link, policy_ranks, store, shape)
             stack.callback(hops.close)
-            losses = None
-            if isinstance(hops.into, ReplicasIn):
-                losses = bearing_losses(hops.into)
+            losses = bearing_losses(hops.into) if isinstance(hops.into, ReplicasIn) else None
             logger.info("link %s: %s", hops.name, placement.why)
             if front is not None:
                 parts.stage_a.front = _front_parts(config, front, places[0], run_id)
@@ -267,6 +265,7 @@ def _pipelined(
                 hops, policy_ranks, members, losses
             )
     rank0 = Rank0Loop(*parts, executor=executor)
+    rank0.reads = reads
 
     def send_phase(phase: str) -> None:
         for policy_rank in executor.all_ranks:
@@ -384,8 +383,8 @@ def _with_threads(config: PipelineConfig, front: FrontParts | None, hops: Hops) 
             logger.info("threads serial: front parts raised on zeros: %s", policy_fault(error).line)
         else:
             threads = "split" if took_ms > LONG_FRONT_MS else "serial"
-            arguments = threads, took_ms, LONG_FRONT_MS
-            logger.info("threads %s: front parts take %.2f ms, split above %g ms", *arguments)
+            text = "threads %s: front parts take %.2f ms, split above %g ms"
+            logger.info(text, threads, took_ms, LONG_FRONT_MS)
     shape = msgspec.structs.replace(config.pipeline, threads=threads)
     return msgspec.structs.replace(config, pipeline=shape)
 
@@ -414,6 +413,7 @@ def _inline(
     shape = link_shape(config, inputs, policy.outputs, generation)
     parts, executor = device_ranks.open_inline(parts, policy, shape, device)
     rank0 = Rank0Loop(*parts, executor=executor)
+    rank0.reads = names_read(specs_of(built))
     _meter_compiler(rank0, executor)
     return rank0
 

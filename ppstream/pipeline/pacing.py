@@ -58,7 +58,8 @@ class Saturated:
 class OnSample:
     """A begins on a new sample of one stream (``sample``) or of any stream (``free``).
 
-    Samples of a row that awaits its text are new until it has that.
+    Samples of a row of which no window can be cut, for want of a text or of another stream, are
+    new until one can.
     """
 
     def __init__(self, rows: Sequence[RowInput], stream: str | None) -> None:
@@ -74,13 +75,13 @@ class OnSample:
 
     def due(self, now_ns: int) -> bool:
         for (row, ring), seen in zip(self._rings, self._seen, strict=True):
-            if ring.accepted > seen and not row.awaits_text:
+            if ring.accepted > seen and row.present:
                 return True
         return False
 
     def started(self) -> Sequence[int | None]:
         for index, (row, ring) in enumerate(self._rings):
-            if not row.awaits_text:
+            if row.present:
                 self._seen[index] = ring.accepted
         return self._newest
 

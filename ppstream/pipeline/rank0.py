@@ -103,6 +103,7 @@ class Rank0:
         self.finished = 0
         self.counting = threading.Lock()  # what ended, and how: another thread may end envelopes
         self.intake: Intake
+        self.reads: frozenset[str] = frozenset()  # inputs of the policy, by name
         self.source: Source
         self.pacing: Pacing
         self.emitter: Emitter = NoEmitter()

@@ -8,7 +8,7 @@ reads and an earlier place has.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from statistics import fmean
@@ -101,6 +101,11 @@ class Place:
     def of(self, parts: Sequence[Policy]) -> Sequence[Policy]:
         """Those of ``parts`` that run here."""
         return parts[self.first : self.first + len(self.names)]
+
+
+def names_read(parts: Iterable[PartSpecs]) -> frozenset[str]:
+    """Names of all tensors that any of ``parts`` reads."""
+    return frozenset(spec.name for part in parts for spec in part.inputs)
 
 
 def cut(

@@ -35,6 +35,9 @@ class Policy(Protocol):
     ``<name>.frames [F, 3, H, W]`` in ``image.dtype``, oldest first, RGB scaled to 0..1, then less
     ``mean`` and over ``std``; ``.valid [F]`` bool and ``.age_s [F]`` float32.
 
+    Of a stream whose ``.valid`` and ``.age_s`` it does not name, it gets no window with a hole: a
+    robot is absent while the stream is missing or older than its ``max_age_ms``.
+
     With ``actions.prefix_steps`` there are ``executed_prefix [P, action_dim]`` float32, the actions
     that the robot executes at the first P steps of the next chunk, and ``delay_steps []`` int64,
     the number of those steps that end before the chunk arrives (``executed_prefix.py``).

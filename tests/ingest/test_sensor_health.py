@@ -3,6 +3,7 @@ import numpy as np
 import pytest
 from robot_rig import make_config
 
+from ppstream.config import load
 from ppstream.core.clock import NS_PER_S
 from ppstream.ingest.intake import build_intake
 from ppstream.ingest.sensor_health import SensorState
@@ -13,9 +14,9 @@ MS = 1_000_000
 class Rig:
     """One robot of two streams (joints 100 Hz, imu 50 Hz), fed second by second."""
 
-    def __init__(self, config=None):
+    def __init__(self, config=None, reads=()):
         config = config or make_config()
-        self.intake = build_intake(config)
+        self.intake = build_intake(config, reads)
         self.row = self.intake.rows[0]
         self.row.open(7)
         self.changes, self.degraded = [], []
@@ -146,3 +147,44 @@ def test_a_stream_that_never_came_is_silent(rig):
     rig.second(joints=0)
     rig.second(joints=0)
     assert rig.told()[-1] == ("joints", "silent")
+
+
+def on_request():
+    config = make_config()
+    joints, imu = config.streams
+    imu = msgspec.structs.replace(imu, rate_hz=None, max_request_hz=50.0)
+    return msgspec.structs.replace(config, streams=(joints, imu))
+
+
+@pytest.mark.parametrize(
+    ("reads", "is_needed"),
+    [
+        (set(), False),
+        ({"state.values"}, True),
+        ({"state.values", "state.valid"}, False),
+        ({"state.values", "state.age_s"}, False),
+    ],
+)
+def test_a_row_lacks_a_stream_that_the_policy_reads_without_looking_at_its_validity(
+    reads, is_needed
+):
+    rig = Rig(on_request(), reads)
+    rig.second(imu=0)
+    assert rig.row.present == (not is_needed)
+    assert rig.told() == ([("imu", "silent")] if is_needed else [])
+    rig.second()
+    assert rig.row.present
+    assert rig.told() == ([("imu", "ok")] if is_needed else [])
+    rig.second(joints=15, imu=0)  # 0.93 s on: a maximum age of 0.2 s is over
+    assert rig.row.present == (not is_needed)
+
+
+def test_a_camera_is_needed_like_any_other_stream_and_the_reference_never():
+    config = load.read("two_cameras")
+    names = {name: build_intake(config, {f"{name}.frames"}).rows[0] for name in ("top", "wrist")}
+    for name, row in names.items():
+        row.open(1)
+        ring = row.rings[config.reference.name]
+        ring.append(np.array([1]), np.zeros((1, ring.stream.dim), np.float32), 1)
+        assert not row.present
+        assert [one.name for one in config.streams if row.lacks(one.name)] == [name]

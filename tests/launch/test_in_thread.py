@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -335,3 +336,23 @@ def test_the_interpreters_exit_drains_the_run(settings: list[str]) -> None:
     assert left.stderr.count("known to this process alone") == 1  # without any logging set up
     end = json.loads((Path(left.stdout.strip()) / "exit.json").read_text())["0"]
     assert (end["code"], end["reason"]) == (0, "stop()")
+
+
+def test_a_policy_that_does_not_ask_what_is_valid_never_acts_without_a_stream(
+    settings: list[str],
+) -> None:
+    """It would read zeros where a sensor has not spoken, and old values of one that fell silent."""
+    with (
+        ppstream.start(SMALL, policy=only_here(0.5), settings=settings) as run,
+        RobotClient(str(run.endpoint)) as client,
+    ):
+        client.connect(30)
+        assert client.wait_ready(30)
+        alone = {"joints": OBSERVATION["joints"]}
+        with pytest.raises(TimeoutError):
+            client.ask(alone, 0.5)
+        answer = client.ask(OBSERVATION, 30)
+        assert answer.actions[-1].tolist() == [0.125, 0.25]
+        time.sleep(0.5)  # more than the stream's max_age_ms
+        with pytest.raises(TimeoutError):
+            client.ask(alone, 0.5)

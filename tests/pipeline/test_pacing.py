@@ -50,6 +50,22 @@ def test_free_pacing_starts_on_any_stream(row):
     assert pacing.due(0)
 
 
+READS = {"state.values"}  # of a policy that does not look at what is valid
+
+
+def test_a_sample_begins_a_window_once_the_streams_have_come_that_the_policy_needs():
+    (row,) = build_intake(small_config(), READS).rows
+    row.open(7)
+    pacing = OnSample([row], "joints")
+    add(row, "joints", 1)
+    assert not pacing.due(0)
+    pacing.started()  # another row's sample
+    add(row, "imu", 1)
+    assert pacing.due(0)
+    pacing.started()
+    assert not pacing.due(0)
+
+
 @pytest.mark.parametrize("stream", ["joints", None])
 def test_samples_of_a_row_that_awaits_its_text_begin_a_window_once_it_has_it(row, stream):
     pacing = OnSample([row], stream)
