@@ -294,9 +294,13 @@ def _joined_runs(root: Path) -> list[Path]:
 
 
 def _prune(root: Path, keep: int) -> None:
-    """Delete the oldest runs beyond ``keep``; ``latest`` is the newest."""
+    """Delete the oldest runs beyond ``keep``; ``latest`` is the newest.
+
+    A folder that has not the name of a run is the user's: a run that is kept, or another program's.
+    """
     latest = (root / "latest").resolve().name
-    _delete_oldest(sorted(_runs(root), key=lambda run: run.name == latest), keep)
+    runs = [run for run in _runs(root) if RUN_NAME.fullmatch(run.name)]
+    _delete_oldest(sorted(runs, key=lambda run: run.name == latest), keep)
 
 
 def _delete_oldest(runs: list[Path], keep: int) -> None:

@@ -79,6 +79,16 @@ def test_only_the_newest_runs_are_kept(tmp_path):
     assert runs[-1].directory.name in names(tmp_path)
 
 
+def test_a_folder_without_the_name_of_a_run_is_never_deleted(tmp_path):
+    over(tmp_path).directory.rename(tmp_path / "baseline")
+    (tmp_path / "training").mkdir()
+    (tmp_path / "training" / "run.json").write_text('{"experiment": "mine"}')
+    for _ in range(3):
+        over(tmp_path, keep=1)
+    assert {"baseline", "training"} <= names(tmp_path)
+    assert len(names(tmp_path)) == 4
+
+
 def test_a_clock_that_stood_wrong_makes_no_run_older_or_newer(tmp_path):
     years = (2099, None, 2000, None, None, 1970)
     runs = [over(tmp_path, keep=3, year=year) for year in years]
