@@ -226,9 +226,20 @@ class TimestampLog:
             self._drained += 1
         if lines or records:
             batch = [*lines, *records]  # of a tuple msgspec 0.22 keeps an object for good
-            self._write(self._encoder.encode_lines(batch), len(batch))
+            self._write(self._encoded(batch))
         for watcher in tuple(self.watchers):
             self._show(watcher, lines, records)
+
+    def _encoded(self, batch: list[Any]) -> bytes:
+        """The batch as lines; one that is no JSON, as of a lone surrogate, is lost alone."""
+        try:
+            return self._encoder.encode_lines(batch)
+        except Exception as error:  # noqa: BLE001 - the log goes on, whatever it is given
+            if len(batch) == 1:
+                self._lost += 1
+                logger.error("a line of the log is lost: %s", error)
+                return b""
+        return b"".join(self._encoded([line]) for line in batch)
 
     def _show(self, watcher: Watcher, lines: list[dict[str, Any]], records: list[Any]) -> None:
         try:
@@ -240,7 +251,8 @@ class TimestampLog:
             logger.exception("%s stopped watching the log", type(watcher).__name__)
             self.watchers.remove(watcher)
 
-    def _write(self, data: bytes, lines: int) -> None:
+    def _write(self, data: bytes) -> None:
+        lines = data.count(b"\n")
         if self._torn:
             data = b"\n" + data
         try:
@@ -249,8 +261,9 @@ class TimestampLog:
         except OSError as error:  # disk full or gone: the run matters more than its log
             self._write_errors += 1
             self._refused = error.strerror or type(error).__name__
-            self._lost += lines
             self._torn = True
         else:
-            self._written += lines
             self._torn = False
+        lost = min(lines, data.count(b"\n"))  # those before the first cut one are there
+        self._lost += lost
+        self._written += lines - lost

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final
 from ppstream.core.clock import NS_PER_MS, NS_PER_S, now_ns
 from ppstream.core.errors import MAX_TEXT
 from ppstream.core.rhythm import AHEAD_NS, Rhythm
+from ppstream.core.user_code import message_of
 from ppstream.wire.robot_messages import SERVING
 
 if TYPE_CHECKING:
@@ -121,7 +122,7 @@ class KeepWarm:
             self._get_ready()
         except BaseException as error:  # noqa: BLE001 - user code; no envelope is lost by it
             self._get_ready = None
-            why = f"{type(error).__name__}: {error}"
+            why = f"{type(error).__name__}: {message_of(error)}"
             self._log.event("keep_warm_ended", why=why[:MAX_TEXT])
             return
         ended_ns = now_ns()

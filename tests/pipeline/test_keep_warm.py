@@ -261,14 +261,31 @@ def test_what_comes_before_an_expected_envelope_ends_the_wait_without_a_dry_run(
     assert not runs
 
 
-def test_a_dry_run_before_an_envelope_that_raises_was_the_last(waiter: Waiter) -> None:
+class UnreadableError(Exception):
+    """Its text cannot be had."""
+
+    def __str__(self) -> str:
+        raise RuntimeError
+
+
+@pytest.mark.parametrize(
+    ("error", "why"),
+    [
+        (ValueError("no more"), "ValueError: no more"),
+        (ValueError("caf\udce9.npz"), "ValueError: caf\\udce9.npz"),
+        (UnreadableError(), "UnreadableError: <its text cannot be shown: RuntimeError>"),
+    ],
+)
+def test_a_dry_run_before_an_envelope_that_raises_was_the_last(
+    waiter: Waiter, error: Exception, why: str
+) -> None:
     def raises() -> None:
-        raise ValueError("no more")
+        raise error
 
     warm, events = ready_for_one(raises)
     in_step(warm, now_ns() + 2 * NS_PER_MS)
     warm.wait(waiter, 4 * NS_PER_MS, "ready")
-    assert events.told == [("keep_warm_ended", {"why": "ValueError: no more"})]
+    assert events.told == [("keep_warm_ended", {"why": why})]
     assert not warm.expects("ready")
 
 
