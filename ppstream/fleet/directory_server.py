@@ -71,7 +71,8 @@ class DirectoryServer:
             raise ConfigError(
                 [f"directory.listen: cannot listen on {listen}: {error.strerror}"]
             ) from error
-        self.url = f"http://{address}:{self._server.port}"
+        named = f"[{address}]" if ":" in address else address
+        self.url = f"http://{named}:{self._server.port}"
 
     def close(self) -> None:
         """Stop serving and free the port."""

@@ -74,7 +74,8 @@ class HttpServer:
     def __init__(
         self, address: tuple[str, int], answer: Callable[[HttpRequest], HttpResponse], name: str
     ) -> None:
-        self._listener = socket.create_server(address, backlog=BACKLOG)
+        family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+        self._listener = socket.create_server(address, family=family, backlog=BACKLOG)
         self._listener.settimeout(0)
         self.port: int = self._listener.getsockname()[1]
         self._answer = answer

@@ -63,16 +63,17 @@ class FleetDirectory:
     ) -> None:
         try:
             parts = urlsplit(url)
-            is_address = parts.scheme in SCHEMES and bool(parts.hostname)
+            is_address = parts.scheme in SCHEMES
             port = parts.port or 80
         except ValueError:  # a port that is no number, or above 65535
             is_address = False
-        if not is_address:
+        if not is_address or not parts.hostname:
             raise ConfigError([f"got {url!r}, want a directory's http://HOST:PORT"])
         if (secret_file is None) != (not server_files):
             raise ConfigError(["secret_file and server_files: want both, or neither"])
         self._url, self.robot = url.rstrip("/"), robot
-        self._is_here = is_local(f"tcp://{parts.hostname}:{port}")
+        host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
+        self._is_here = is_local(f"tcp://{host}:{port}")
         self._keys = {} if secret_file is None else _trusted(secret_file, server_files)
         self._headers = {} if token_file is None else bearer(token_file)
         self.pipeline = ""  # that was named last

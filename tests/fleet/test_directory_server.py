@@ -151,6 +151,14 @@ def test_a_token_is_asked_of_everybody(directory: Directory, tmp_path: Path) -> 
         assert row.report.pipeline == "a"
 
 
+@pytest.mark.skipif(not socket.has_ipv6, reason="this host has no IPv6")
+def test_it_listens_on_ipv6(directory: Directory) -> None:
+    serve(directory)
+    with closing(DirectoryServer("[::1]:0", directory)) as server:
+        assert server.url.startswith("http://[::1]:")
+        assert FleetDirectory(server.url, "arm").find().pipeline == "a"
+
+
 def test_others_reach_it_with_a_token_alone(directory: Directory) -> None:
     with pytest.raises(ConfigError, match=r"got '0\.0\.0\.0:0', which others reach; want"):
         DirectoryServer("0.0.0.0:0", directory)
