@@ -29,7 +29,7 @@ from ppstream.core.errors import ConfigError
 from ppstream.fleet.directory import Directory, PipelineReport
 from ppstream.fleet.directory_server import DirectoryServer
 from ppstream.fleet.fleet_config import FleetPlan
-from ppstream.fleet.pipeline_process import FAILED, PipelineProcess, UnstartedPipeline
+from ppstream.fleet.pipeline_process import FAILED, start
 
 NAMESPACE: Final = "ppstream"
 REPORT_S: Final = 0.5
@@ -83,12 +83,7 @@ class PipelineActor:
     def __init__(self, plan: bytes, name: str) -> None:
         found = msgspec.json.decode(plan, type=FleetPlan)
         self._directory = directory_name(found)
-        self._process: PipelineProcess | UnstartedPipeline
-        node = ray.util.get_node_ip_address()
-        try:
-            self._process = PipelineProcess(found, name, node)
-        except ConfigError as error:  # its files are not on this node
-            self._process = UnstartedPipeline(found, name, node, str(error))
+        self._process = start(found, name, ray.util.get_node_ip_address())
         threading.Thread(target=self._watch, daemon=True).start()
 
     def where(self) -> Where:

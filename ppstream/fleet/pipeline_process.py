@@ -27,6 +27,7 @@ from ppstream.fleet.directory import PipelineReport
 from ppstream.fleet.fleet_config import FleetPlan, endpoint_of, settings_of
 from ppstream.observe import top
 from ppstream.observe.run_folder import Run
+from ppstream.observe.top import Endpoint
 from ppstream.wire.endpoints import unix_path
 from ppstream.wire.http_answer import get_whole
 
@@ -58,7 +59,7 @@ class PipelineProcess:
         settings = (*settings_of(fleet, own), "metrics.port=0")
         words = [word for setting in settings for word in ("--set", setting)]
         self._root = Path(load.read(plan.run_file, settings).log.root)
-        self._port: int | None = None
+        self._endpoint: Endpoint | None = None
         self._run: Run | None = None
         self._is_drained = False
         self._output = tempfile.TemporaryFile()  # noqa: SIM115 - for as long as the process
@@ -82,13 +83,15 @@ class PipelineProcess:
         if code is not None:
             phase = ENDED if self.is_final() else FAILED
             return self._changed(phase=phase, robots=0, exit=self._ended(code))
-        if self._port is None:
-            self._port = self._metrics_port()
-        if self._port is None:
+        if self._endpoint is None:
+            self._endpoint = self._metrics_endpoint()
+        if self._endpoint is None:
             return self._report
-        phase = _phase(self._port)
-        robots = top.read(self._port).get("ppstream_robots")
-        return self._changed(phase=phase or "silent", robots=int(robots))
+        phase = _phase(self._endpoint.port) or "silent"
+        metrics = top.read(self._endpoint)
+        if not metrics.values:  # rank 0 is busy: its rows are as taken as they were
+            return self._changed(phase=phase, robots=self._report.robots)
+        return self._changed(phase=phase, robots=int(metrics.get("ppstream_robots")))
 
     def is_final(self) -> bool:
         """True when it has ended and starting it again would not help, or was not wanted."""
@@ -116,13 +119,13 @@ class PipelineProcess:
         self._report = msgspec.structs.replace(self._report, phase=phase, robots=robots, exit=exit)
         return self._report
 
-    def _metrics_port(self) -> int | None:
-        """Port of rank 0's metrics, once its log names it."""
+    def _metrics_endpoint(self) -> Endpoint | None:
+        """Endpoint of rank 0's metrics, once its log names it."""
         if self._run is None:
             self._run = Run.of_launcher(self._root, self._process.pid)
         if self._run is None:
             return None
-        with suppress(ConfigError, OSError):
+        with suppress(ConfigError):
             return top.endpoints(self._run.directory).get(0)
         return None
 
@@ -134,6 +137,17 @@ class PipelineProcess:
         lines = self._output.read().decode(errors="replace")[-TAIL:].splitlines()
         name = ExitCode(code).name if code in set(ExitCode) else f"signal {-code}"
         return f"{code} {name}: {lines[-1] if lines else ''}"
+
+
+def start(plan: FleetPlan, name: str, node: str) -> PipelineProcess | UnstartedPipeline:
+    """Starts a pipeline; of one that this node cannot start, the reason."""
+    try:
+        return PipelineProcess(plan, name, node)
+    except ConfigError as error:  # its files are not on this node
+        why = str(error)
+    except OSError as error:  # an address or a folder that this node has not
+        why = f"node {node} cannot start it: {error}; see endpoint of the fleet's file"
+    return UnstartedPipeline(plan, name, node, why)
 
 
 class UnstartedPipeline:

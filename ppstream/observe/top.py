@@ -7,14 +7,17 @@ the log's last events. A run does not notice it beyond the requests.
 from __future__ import annotations
 
 import argparse
+import codecs
+import io
 import sys
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.client import HTTPException
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console, Group, RenderableType
@@ -35,7 +38,9 @@ ANSWER_BYTES_MAX: Final = 16 << 20  # a rank that tells more is none
 HEAD_BYTES: Final = 65_536  # of a log: its first lines name the endpoint
 TAIL_BYTES: Final = 4 << 20  # and its last ones the newest events
 EVENTS: Final = 6
+ASCII_NAME: Final = "ppstream.top"  # of the handler that writes them
 BAR: Final = 20  # a row of two stages fits 80 columns
+ASCII: Final = {"█": "#", "·": "-"}  # where the terminal's encoding has no other
 #: Events that a person at a terminal waits for.
 SHOWN: Final = frozenset(
     {"degraded", "epoch_cut", "fault", "phase", "refused", "replica_lost", "sensor", "verdict"}
@@ -44,12 +49,20 @@ SHOWN: Final = frozenset(
 Labels = tuple[tuple[str, str], ...]
 
 
+class Endpoint(NamedTuple):
+    """Port of a rank's metrics on this host, and the run that logged it."""
+
+    port: int
+    run_id: str
+
+
 @dataclass(frozen=True)
 class RankMetrics:
     """Numbers of one rank at a moment; empty where the rank does not answer."""
 
     at_ns: int
     values: dict[tuple[str, Labels], float] = field(default_factory=dict)
+    silence: str = "does not answer"  # said where it is empty
 
     def get(self, name: str, **labels: str) -> float:
         """One number, 0.0 where there is none."""
@@ -65,65 +78,82 @@ class RankMetrics:
         return ((dict(labels), v) for (n, labels), v in self.values.items() if n == name)
 
 
-def endpoints(folder: Path) -> dict[int, int]:
-    """Ports of the ranks' metrics here, by rank, as the newest generation logged them.
+def endpoints(folder: Path) -> dict[int, Endpoint]:
+    """Endpoints of the ranks' metrics here, by rank, as the newest generation logged them.
 
     Raises:
-        ConfigError: no rank has logged one.
+        ConfigError: no rank has logged one, or the logs cannot be read.
     """
     try:
         logs = log_files(folder)
     except LogError as error:
         raise ConfigError([f"{folder}: no run here; start one, or give its folder"]) from error
-    ports: dict[int, tuple[int, int]] = {}
+    newest: dict[int, tuple[int, Endpoint]] = {}
     for path, (rank, generation) in logs.items():
-        with path.open("rb") as file:
+        with _reading(folder), path.open("rb") as file:
             lines = file.read(HEAD_BYTES)
         for event in events_in(lines):
             if event["name"] == "metrics":
-                found = generation, int(event["port"])
-                ports[rank] = max(ports.get(rank, found), found)
-    if not ports:
+                found = generation, Endpoint(int(event["port"]), str(event["run_id"]))
+                newest[rank] = max(newest.get(rank, found), found)
+    if not newest:
         raise ConfigError(
             [f"{folder}: no rank serves metrics; start the run with --set metrics.port=0"]
         )
-    return {rank: port for rank, (_, port) in sorted(ports.items())}
+    return {rank: endpoint for rank, (_, endpoint) in sorted(newest.items())}
 
 
-def read(port: int) -> RankMetrics:
-    """Ask one rank."""
+def read(endpoint: Endpoint) -> RankMetrics:
+    """Ask one rank; what is no metrics of its run is no answer."""
+    port, run_id = endpoint
     try:
         url = f"http://127.0.0.1:{port}/metrics"
         answer = get_whole(url, {}, ANSWER_LIMIT_S, ANSWER_BYTES_MAX)
-    except (OSError, HTTPException):
+        text = answer.body.decode() if answer.status == HTTP_OK else ""
+        samples = [s for family in text_string_to_metric_families(text) for s in family.samples]
+    except (OSError, HTTPException, ValueError, LookupError):  # the parser raises both
         return RankMetrics(now_ns())
-    if answer.status != HTTP_OK:
-        return RankMetrics(now_ns())
-    families = text_string_to_metric_families(answer.body.decode())
-    samples = (s for family in families for s in family.samples)
-    return RankMetrics(
-        now_ns(), {(s.name, tuple(sorted(s.labels.items()))): s.value for s in samples}
-    )
+    values = {(s.name, tuple(sorted(s.labels.items()))): s.value for s in samples}
+    found = RankMetrics(now_ns(), values)
+    owner = found.label("ppstream_run_info", "run_id")
+    if owner == run_id:
+        return found
+    whose = f" (port {port} belongs to run {owner})" if owner else ""
+    return RankMetrics(found.at_ns, silence=RankMetrics.silence + whose)
 
 
 class Events:
     """The newest events of rank 0's log, for people; without it, of the first rank's on this host.
 
     Raises:
+        ConfigError: the log cannot be read.
         ValueError: the folder has no log.
     """
 
     def __init__(self, folder: Path) -> None:
         logs = log_files(folder)
         path = max(logs, key=lambda path: (-logs[path].rank, logs[path].generation))
-        self._log = EventLog(path, TAIL_BYTES)
+        self._folder = folder
+        with _reading(folder):
+            self._log = EventLog(path, TAIL_BYTES)
         self._newest: deque[str] = deque(maxlen=EVENTS)
 
     def read(self) -> list[str]:
-        """The newest events, the last one last."""
-        told = (event for event in self._log.read() if event["name"] in SHOWN)
+        """The newest events, the last one last. Raises as the constructor."""
+        with _reading(self._folder):
+            told = [event for event in self._log.read() if event["name"] in SHOWN]
         self._newest.extend(_words(event) for event in told)
         return [*self._newest]
+
+
+@contextmanager
+def _reading(folder: Path) -> Iterator[None]:
+    """Turns what the disk refuses into an error for people."""
+    try:
+        yield
+    except OSError as error:
+        text = f"{folder}: its logs cannot be read: {error.strerror}; was the run deleted?"
+        raise ConfigError([text]) from error
 
 
 def _words(event: dict[str, Any]) -> str:
@@ -144,7 +174,7 @@ def picture(
     if phase in SERVING and verdict not in ("", "PASS"):
         verdict += ", accepted"  # else it would not serve
     facts = [
-        first.label("ppstream_run_info", "name") or f"rank {rank} does not answer",
+        first.label("ppstream_run_info", "name") or f"rank {rank} {first.silence}",
         phase,
         f"bring-up {verdict}" if verdict else "",
         first.label("ppstream_run_class", "class"),
@@ -203,7 +233,7 @@ def _rank0_rows(old: RankMetrics, new: RankMetrics) -> Iterator[tuple[str, str]]
 
 def _place_text(old: RankMetrics, new: RankMetrics, stages: str) -> str:
     if not new.values:
-        return "does not answer"
+        return new.silence
     seconds = (new.at_ns - old.at_ns) / NS_PER_S
     name = "ppstream_stage_duration_seconds"
     busy_s = sum(
@@ -236,21 +266,24 @@ def _mean_text(old: RankMetrics, new: RankMetrics, name: str) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Show the run until Ctrl-C, or once; returns the exit code."""
     args = _parser().parse_args(argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        codecs.register_error(ASCII_NAME, _in_ascii)
+        sys.stdout.reconfigure(errors=ASCII_NAME)
     console = Console(highlight=False)
     try:
         folder = args.logs.resolve()
-        ports = endpoints(folder)
+        ranks = endpoints(folder)
         events = Events(folder)
-        before = {rank: read(port) for rank, port in ports.items()}
-        if args.once or not console.is_terminal:
+        before = {rank: read(endpoint) for rank, endpoint in ranks.items()}
+        if args.once or not console.is_terminal or console.is_dumb_terminal:
             time.sleep(PERIOD_S)
-            now = {rank: read(port) for rank, port in ports.items()}
+            now = {rank: read(endpoint) for rank, endpoint in ranks.items()}
             console.print(picture(before, now, events.read()), soft_wrap=True)
             return 0 if now[min(now)].values else 1
         with Live(console=console, screen=True, auto_refresh=False) as live:
             while True:
                 time.sleep(PERIOD_S)
-                now = {rank: read(port) for rank, port in ports.items()}
+                now = {rank: read(endpoint) for rank, endpoint in ranks.items()}
                 live.update(picture(before, now, events.read()), refresh=True)
                 before = now
     except ConfigError as error:
@@ -258,6 +291,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(error.exit_code)
     except KeyboardInterrupt:
         return 0
+
+
+def _in_ascii(error: UnicodeError) -> tuple[str, int]:
+    """Handles what the terminal's encoding has not: a codec's error handler."""
+    assert isinstance(error, UnicodeEncodeError)
+    refused = error.object[error.start : error.end]
+    return "".join(ASCII.get(letter, "?") for letter in refused), error.end
 
 
 def _parser() -> argparse.ArgumentParser:

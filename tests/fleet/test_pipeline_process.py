@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 from fleet_robot import ROBOTS, RUN
 from forked_process import FORKING
+from msgspec.structs import replace
 from robot_rig import wait_until
 
 from ppstream.control.peer_process import descendants
@@ -18,8 +20,9 @@ from ppstream.core.clock import now_ns
 from ppstream.fleet import fleet_config, pipeline_process, status
 from ppstream.fleet.directory import Directory
 from ppstream.fleet.directory_server import DirectoryServer
-from ppstream.fleet.pipeline_process import PipelineProcess, UnstartedPipeline
+from ppstream.fleet.pipeline_process import PipelineProcess, UnstartedPipeline, start
 from ppstream.launch.commands import main as ppstream
+from ppstream.observe import top
 from ppstream.robot.client import RobotClient
 from ppstream.robot.fleet_directory import FleetDirectory
 
@@ -60,7 +63,9 @@ def forked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.multirank
 @pytest.mark.usefixtures("forked")
-def test_it_tells_its_phase_its_robots_and_its_drain(tmp_path: Path) -> None:
+def test_it_tells_its_phase_its_robots_and_its_drain(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with started(tmp_path) as process:
         first = process.report()
         assert (first.phase, first.rows, first.pid) == ("starting", ROBOTS, process.pid)
@@ -72,6 +77,9 @@ def test_it_tells_its_phase_its_robots_and_its_drain(tmp_path: Path) -> None:
             with RobotClient.from_fleet(asks) as client:  # its contract, too, is the pipeline's
                 client.connect(60)
                 wait_until(lambda: process.report().robots == 1)
+                with monkeypatch.context() as patched:  # rank 0 has no time for its metrics
+                    patched.setattr(top, "ANSWER_LIMIT_S", 1e-6)
+                    assert process.report().robots == 1
         assert not process.is_final()
         process.drain()
         wait_until(lambda: process.report().phase == "ended", seconds=LIMIT_S)
@@ -117,6 +125,23 @@ def test_a_node_without_the_files_says_so(tmp_path: Path) -> None:
     plan = fleet_config.read(fleet_in(tmp_path))
     told = UnstartedPipeline(plan, "arms-0", "127.0.0.1", "arm.toml: not here").report()
     assert (told.phase, told.exit) == ("ended", "arm.toml: not here")
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "says"),
+    [
+        ("tcp://{node}:{port}", r"^node 192\.0\.2\.9 cannot start it: \[Errno 99\] Cannot assign"),
+        ("unix:///dev/null/{pipeline}", r"^node 192\.0\.2\.9 cannot start it: .*'/dev/null'"),
+    ],
+)
+def test_an_address_that_the_node_cannot_have_is_said(
+    endpoint: str, says: str, tmp_path: Path
+) -> None:
+    plan = fleet_config.read(fleet_in(tmp_path))
+    plan = replace(plan, fleet=replace(plan.fleet, endpoint=endpoint))
+    told = start(plan, "arms-0", "192.0.2.9").report()
+    assert told.phase == "ended"
+    assert re.search(says, told.exit)
 
 
 def test_status_is_a_table_and_says_by_its_code_whether_all_serve(

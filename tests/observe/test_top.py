@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from io import StringIO
+from io import BytesIO, StringIO, TextIOWrapper
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import pytest
 from rich.console import Console
 
 from ppstream.core.clock import NS_PER_S
+from ppstream.core.errors import ConfigError
 from ppstream.launch import commands
 from ppstream.observe import top
 from ppstream.observe.top import RankMetrics, endpoints, picture
@@ -106,7 +107,7 @@ def test_a_rank_that_does_not_answer_is_said() -> None:
 def test_the_newest_generation_names_the_endpoints(tmp_path: Path) -> None:
     for name, port in (("rank0.gen0", 5), ("rank0.gen1", 7), ("rank1.gen1", 8)):
         (tmp_path / f"{name}.jsonl").write_text(event("metrics", port=port) + '\n{"kind": "eve')
-    assert endpoints(tmp_path) == {0: 7, 1: 8}
+    assert endpoints(tmp_path) == {0: (7, "r"), 1: (8, "r")}
 
 
 @contextmanager
@@ -115,7 +116,7 @@ def serving(text: str) -> Iterator[int]:
         def do_GET(self) -> None:
             self.send_response(200)
             self.end_headers()
-            self.wfile.write(text.encode())
+            self.wfile.write(text.encode("latin-1"))
 
         def log_message(self, *_: object) -> None:
             pass
@@ -140,6 +141,67 @@ def test_one_picture_of_endpoints_and_log(
     assert "phase: ready\nfault: kind_of policy\n" in said
     assert "warm" not in said
     assert commands.main(["top", str(tmp_path), "--once"]) == 1  # nobody answers any more
+
+
+def log_of_a_rank(folder: Path, port: int) -> Path:
+    log = folder / "rank0.gen0.jsonl"
+    log.write_text(event("metrics", port=port) + "\n")
+    return log
+
+
+OTHER = METRICS.replace('run_id="r"', 'run_id="other"')
+
+
+@pytest.mark.parametrize(
+    "text", [OTHER, "<p>hello { }", "\xff\xfe", "ppstream_robots 3\n", 'a{="1"} 2']
+)
+def test_what_is_not_this_runs_metrics_is_no_answer(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(top, "PERIOD_S", 0.01)
+    with serving(text) as port:
+        log_of_a_rank(tmp_path, port)
+        assert commands.main(["top", str(tmp_path), "--once"]) == 1
+    whose = f" (port {port} belongs to run other)" if text == OTHER else ""
+    assert capsys.readouterr().out.startswith(f"rank 0 does not answer{whose}\n")
+
+
+def test_a_run_that_is_deleted_meanwhile_is_said(tmp_path: Path) -> None:
+    log = log_of_a_rank(tmp_path, 1)
+    events = top.Events(tmp_path)
+    log.unlink()
+    with pytest.raises(ConfigError, match="its logs cannot be read: No such file"):
+        events.read()
+
+
+def test_a_terminal_without_the_letters_of_a_bar_gets_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(top, "PERIOD_S", 0.01)
+    page = BytesIO()
+    with TextIOWrapper(page, encoding="ascii") as out, serving(METRICS) as port:
+        monkeypatch.setattr("sys.stdout", out)
+        log_of_a_rank(tmp_path, port)
+        assert commands.main(["top", str(tmp_path), "--once"]) == 0
+        out.flush()
+        assert page.getvalue().startswith(b"arm - ready\n")
+        assert b"rank 0   --------------------   0%" in page.getvalue()
+
+
+@pytest.mark.parametrize("term", ["dumb", "unknown"])
+def test_a_terminal_that_moves_no_cursor_gets_one_picture(
+    term: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(top, "PERIOD_S", 0.01)
+    monkeypatch.setenv("TERM", term)
+    ours, theirs = os.openpty()
+    with os.fdopen(theirs, "w") as out, serving(METRICS) as port:
+        monkeypatch.setattr("sys.stdout", out)
+        log_of_a_rank(tmp_path, port)
+        assert commands.main(["top", str(tmp_path)]) == 0
+        out.flush()
+        assert os.read(ours, 4096).startswith("arm · ready".encode())
+    os.close(ours)
 
 
 POLICY_METRICS = """
