@@ -9,6 +9,7 @@ of the bundle. The directory is on the node where ``up`` was called, so its addr
 from __future__ import annotations
 
 import os
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -18,7 +19,11 @@ from typing import Any, Final, NamedTuple
 import msgspec
 import ray
 from ray.exceptions import GetTimeoutError, RayError
-from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.placement_group import (
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
 from ray.util.scheduling_strategies import (
     NodeAffinitySchedulingStrategy,
     PlacementGroupSchedulingStrategy,
@@ -183,19 +188,22 @@ def drain(plan: FleetPlan, pipeline: str) -> None:
         ray.get(_named(pipeline).drain.remote(), timeout=CALL_LIMIT_S)
 
 
+def surplus(plan: FleetPlan) -> list[str]:
+    """Pipelines of the fleet that are here beyond ``pipelines``: it was larger once."""
+    return sorted(_groups(plan).keys() - set(plan.fleet.pipeline_names()))
+
+
 def down(plan: FleetPlan) -> None:
     """Stop all pipelines, at once, and the directory; free what was reserved."""
-    pipelines = [
-        (name, actor) for name in plan.fleet.pipeline_names() if (actor := _find(name)) is not None
-    ]
-    ends = [actor.end.remote() for _, actor in pipelines]
+    groups = _groups(plan)
+    actors = [actor for name in groups if (actor := _find(name)) is not None]
+    ends = [actor.end.remote() for actor in actors]
     if ends:
         ray.wait(ends, num_returns=len(ends), timeout=END_LIMIT_S)
-    for _, actor in pipelines:
+    for actor in actors:
         ray.kill(actor)
-    for name in plan.fleet.pipeline_names():
-        if (group := _group(name)) is not None:
-            remove_placement_group(group)
+    for group in groups.values():
+        remove_placement_group(group)
     if (directory := _find(directory_name(plan))) is not None:
         ray.kill(directory)
 
@@ -241,6 +249,14 @@ def _group(name: str) -> Any:
     with suppress(ValueError):
         return ray.util.get_placement_group(name)
     return None
+
+
+def _groups(plan: FleetPlan) -> dict[str, Any]:
+    """What Ray has reserved for pipelines of the fleet, by their names."""
+    name = re.compile(rf"{re.escape(plan.fleet.name)}-\d+")
+    named = {str(row["name"]) for row in placement_group_table().values()}
+    found = {one: _group(one) for one in named if name.fullmatch(one)}
+    return {one: group for one, group in found.items() if group is not None}  # else it is removed
 
 
 @contextmanager

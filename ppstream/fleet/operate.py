@@ -33,6 +33,11 @@ def up(argv: Sequence[str] | None = None) -> int:
 
     url = cluster.up(plan)
     print(f"directory: {url}")
+    if surplus := cluster.surplus(plan):
+        print(
+            f"{', '.join(surplus)}: beyond pipelines = {plan.fleet.pipelines}, left as they are; "
+            "ppstream fleet down stops them, too"
+        )
     until_ns = now_ns() + round(args.timeout_s * NS_PER_S)
     while True:
         found = status.ask(url, plan.token)
