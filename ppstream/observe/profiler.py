@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("ppstream")
 
 MS: Final = 1e-6  # per ns
+TRACE_END: Final = 16  # bytes that hold its last brace
 PREFIX: Final = "ppstream:"  # of stage steps and named blocks in a trace
 
 
@@ -171,9 +172,24 @@ class Profiler:
     def _write(self, ended: Any) -> None:
         path = Path(f"{self._stem}.{self._written}.json")
         self._written += 1
-        ended.export_chrome_trace(str(path))
-        self._log.event("profile", state="written", file=path.name)
-        logger.info("profile written to %s", path)
+        ended.export_chrome_trace(str(path))  # which raises nothing where the disk is full
+        if _is_whole(path):
+            self._log.event("profile", state="written", file=path.name)
+            logger.info("profile written to %s", path)
+        else:
+            path.unlink(missing_ok=True)
+            self._log.event("profile", state="failed", file=path.name)
+            logger.error("%s cannot be written whole: make room, then profile again", path)
+
+
+def _is_whole(path: Path) -> bool:
+    """True when the file is there to its last brace."""
+    try:
+        with path.open("rb") as file:
+            file.seek(-min(TRACE_END, path.stat().st_size), os.SEEK_END)
+            return file.read().rstrip().endswith(b"}")
+    except OSError:
+        return False
 
 
 def _load() -> None:

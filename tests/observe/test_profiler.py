@@ -84,6 +84,24 @@ def test_each_cycle_writes_a_trace_and_a_later_profile_counts_on(tmp_path: Path)
     assert sorted(path.name for path in tmp_path.glob("profile.*")) == names
 
 
+def test_a_trace_that_is_cut_or_missing_is_not_announced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    written = iter([b'{"traceEvents": [{"na', None, b'{"traceEvents": []\n}\n', b""])
+
+    def export(_: Any, path: str) -> None:
+        if (trace := next(written)) is not None:
+            Path(path).write_bytes(trace)
+
+    monkeypatch.setattr(profiling.profile, "export_chrome_trace", export)
+    config = ProfileConfig(wait=0, warmup=1, active=1, repeat=4)
+    _, lines = profiled(tmp_path, config, lambda profiler: profiler.request())
+    states = [line["state"] for line in lines if line.get("name") == "profile"]
+    assert states == ["begins", "failed", "failed", "written", "failed", "ended"]
+    assert [path.name for path in tmp_path.glob("profile.*")] == ["profile.rank0.gen0.2.json"]
+    assert "cannot be written whole: make room" in caplog.text
+
+
 def test_configuration_starts_it_behind_ready_alone(tmp_path: Path) -> None:
     config = ProfileConfig(after=3, wait=0, warmup=1, active=2)
     with PipelineInProcess(small_config(), Named(), tmp_path, inline=True) as pipeline:
