@@ -6,7 +6,7 @@ means and, where it has a default, when to set it; ``explain.py`` prints both.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 from msgspec import Meta
@@ -25,6 +25,8 @@ from ppstream.config.field_types import (
     Table,
     Text,
 )
+
+REPLICAS_MAX: Final = 16
 
 
 class PipelineShape(Table, frozen=True):
@@ -70,7 +72,7 @@ class PlacementConfig(Table, frozen=True):
     parts: tuple[Annotated[int, Meta(ge=0)], ...] | Literal["auto"] = ()
     """Place of each part, 0 being rank 0; auto times them at the start and takes the best cut. Set
     it for policies of several parts."""
-    replicas: Annotated[int, Meta(ge=1, le=16)] = 1
+    replicas: Annotated[int, Meta(ge=1, le=REPLICAS_MAX)] = 1
     """Equal policy ranks of one place that take envelopes in turn. Raise it when a stateless policy
     takes several times as long as stages A and C."""
     replicas_min: Count | None = None

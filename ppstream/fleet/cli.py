@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import Final
 
-from ppstream.core.errors import ConfigError
+from ppstream.core.errors import ConfigError, LogError
 from ppstream.launch.commands import Command
 
 COMMANDS: Final = {
@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     module, function = command.target.split(":")
     try:
         return int(getattr(import_module(module), function)(words))
-    except ConfigError as error:
+    except (ConfigError, LogError) as error:
         print(error, file=sys.stderr)
         return int(error.exit_code)
 

@@ -252,7 +252,7 @@ def _group(name: str) -> Any:
 
 
 def _groups(plan: FleetPlan) -> dict[str, Any]:
-    """What Ray has reserved for pipelines of the fleet, by their names."""
+    """Placement groups of the fleet's pipelines, by their names."""
     name = re.compile(rf"{re.escape(plan.fleet.name)}-\d+")
     named = {str(row["name"]) for row in placement_group_table().values()}
     found = {one: _group(one) for one in named if name.fullmatch(one)}

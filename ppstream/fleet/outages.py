@@ -71,7 +71,8 @@ def simulate(
         placed = _place(waiting, taken, is_up, rows)
         waiting, moved = waiting - placed, moved + placed
     whole_s = robots * now
-    return Held((moved * failures.move_s + waited_s) / whole_s, waited_s / whole_s)
+    held_s = moved * failures.move_s + waited_s  # who is moved again meanwhile counts twice
+    return Held(min(1.0, held_s / whole_s), waited_s / whole_s)
 
 
 def _place(waiting: int, taken: NDArray[np.int_], is_up: NDArray[np.bool_], rows: int) -> int:

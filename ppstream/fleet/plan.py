@@ -14,10 +14,11 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Final, get_args
+from typing import Any, Final, Literal, get_args
 
 import numpy as np
 
+from ppstream.config.run_tables import REPLICAS_MAX
 from ppstream.core.errors import ConfigError
 from ppstream.fleet import outages, simulation
 from ppstream.fleet.outages import Failures
@@ -27,6 +28,7 @@ from ppstream.fleet.simulation import Pacing, RobotGroup, Shape, SimulatedServic
 PIPELINES_SIMULATED: Final = 16  # pipelines that are alike, each with phases of its own
 SECONDS: Final = 30.0  # of each
 SPARES_MAX: Final = 1000
+SAMPLES_MIN: Final = 2  # of each robot, so that one lies behind the warm-up
 NO_ANSWER: Final = 1
 
 
@@ -55,6 +57,7 @@ class Candidate:
     latency_p99_ms: float
     answered_share: float
     is_fit: bool
+    lacks: Literal["", "age", "spares"] = ""  # why it does not fit
     pipelines: int = 0  # spares included; 0: it does not fit
     spares: int = 0
     held_s_per_day: float = 0.0  # of one robot
@@ -113,13 +116,14 @@ def _full(
         latency_p99_ms=_percentiles(latencies)[1],
         answered_share=_mean(served, "answered_share"),
         is_fit=p99 <= fleet.age_ms,
+        lacks="" if p99 <= fleet.age_ms else "age",
     )
 
 
 def _with_spares(fleet: FleetQuestion, one: Candidate, rng: np.random.Generator) -> Candidate:
     """The fewest pipelines of this build that hold the robots through failures."""
     needed = math.ceil(fleet.robots / one.rows)
-    for spares in range(SPARES_MAX):
+    for spares in range(SPARES_MAX + 1):
         count = needed + spares
         held = outages.simulate(fleet.robots, count, one.rows, fleet.failures, rng)
         if held.without_row_share <= fleet.without_row_max:
@@ -132,7 +136,7 @@ def _with_spares(fleet: FleetQuestion, one: Candidate, rng: np.random.Generator)
                 held_s_per_day=times[0],
                 without_row_s_per_day=times[1],
             )
-    return replace(one, is_fit=False)
+    return replace(one, is_fit=False, lacks="spares")
 
 
 def _percentiles(values: np.ndarray[tuple[int], np.dtype[np.float64]]) -> tuple[float, float]:
@@ -162,10 +166,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         Failures(args.mtbf_h, args.repair_s, args.move_s),
         args.without_row_max,
     )
-    found = plan(fleet, [*_builds(args)], seconds=args.seconds, seed=args.seed)
-    assumed = [*_assumptions(fleet, args)]
+    if args.seconds * args.hz < SAMPLES_MIN:
+        raise ConfigError(
+            [
+                f"--seconds: got {args.seconds:g} with --hz {args.hz:g}, want "
+                f"{math.ceil(SAMPLES_MIN / args.hz)} or more: {SAMPLES_MIN} samples of a robot"
+            ]
+        )
+    builds = [*_builds(args)]
+    found = plan(fleet, builds, seconds=args.seconds, seed=args.seed)
+    assumed = [*_assumptions(fleet, args, {times.mesh for times, _, _ in builds})]
     if args.json:
-        rows = [asdict(one) | {"all_gpus": one.all_gpus} for one in found]
+        rows = [_finite(asdict(one)) | {"all_gpus": one.all_gpus} for one in found]
         print(
             json.dumps({"fleet": asdict(fleet), "candidates": rows, "assumes": assumed}, indent=1)
         )
@@ -174,9 +186,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0 if found[0].is_fit else NO_ANSWER
 
 
+def _finite(values: dict[str, Any]) -> dict[str, Any]:
+    """JSON has no infinity: null."""
+    return {name: None if value == math.inf else value for name, value in values.items()}
+
+
 def _builds(args: argparse.Namespace) -> Iterator[tuple[ServiceTimes, Shape, int]]:
     """Each number of rows, with each number of replicas."""
     base = None if args.report is None else of_report(args.report)
+    if args.b_ms and args.rows:
+        raise ConfigError([f"--rows: got {args.rows} with --b-ms, want --b-ms {args.rows}=MS"])
     if args.b_ms and (base is not None or args.a_ms is not None):
         choices = dict(_by_rows(args.b_ms))
     elif base is not None:
@@ -186,9 +205,14 @@ def _builds(args: argparse.Namespace) -> Iterator[tuple[ServiceTimes, Shape, int
     for rows, places in choices.items():
         times = _times(args, base, places, rows)
         for replicas in args.replicas:
+            if replicas > 1 and len(places) > 1:
+                text = f"got {replicas} with {len(places)} places, want 1: a chain has no replicas"
+                raise ConfigError([f"--replicas: {text}"])
+            if replicas > REPLICAS_MAX:
+                raise ConfigError([f"--replicas: got {replicas}, want {REPLICAS_MAX} at most"])
             shape = Shape(args.pacing, args.threads, replicas, args.gather_ms)
             d_in = args.d_in or (max(times.d_in, replicas + 1) if replicas > 1 else times.d_in)
-            gpus = args.gpus_rank0 + len(places) * replicas
+            gpus = args.gpus_rank0 + len(places) * times.mesh * replicas
             yield replace(times, d_in=d_in), shape, gpus
 
 
@@ -213,8 +237,9 @@ def _times(
         return ServiceTimes(a, places, c, hops, args.d_in or len(places) + 1, rows)
     a = base.a if args.a_ms is None else Duration.parse(args.a_ms)
     c = base.c if args.c_ms is None else Duration.parse(args.c_ms)
-    own = base.hops if len(base.places) == len(places) else hops
-    return ServiceTimes(a, places, c, own, base.d_in, rows)
+    if len(base.places) == len(places):
+        return replace(base, a=a, places=places, c=c, rows=rows)
+    return ServiceTimes(a, places, c, hops, base.d_in, rows)
 
 
 def _text(fleet: FleetQuestion, found: Sequence[Candidate]) -> Iterator[str]:
@@ -231,25 +256,42 @@ def _text(fleet: FleetQuestion, found: Sequence[Candidate]) -> Iterator[str]:
             f"{best.without_row_s_per_day:.2g} s of them without a free row"
         )
     else:
-        yield (
-            f"{question}: no. The youngest is {best.age_p99_ms:.0f} ms; try fewer rows, more "
-            "replicas, a cut over more places or a faster policy"
-        )
+        yield f"{question}: no. {_reason(fleet, best)}"
     yield ""
     yield f"{'rows':>5} {'repl.':>5} {'period':>8} {'age p50':>8} {'p99':>8} {'answered':>9} " + (
         f"{'pipelines':>10} {'GPUs':>6}   times in ms, pipelines full"
     )
     for one in found:
-        need = f"{one.pipelines:>10} {one.all_gpus:>6}" if one.is_fit else f"{'too old':>17}"
+        misfit = "too old" if one.lacks == "age" else "too few spares"
+        need = f"{one.pipelines:>10} {one.all_gpus:>6}" if one.is_fit else f"{misfit:>17}"
         yield (
             f"{one.rows:>5} {one.replicas:>5} {one.period_ms:>8.2f} {one.age_p50_ms:>8.1f} "
             f"{one.age_p99_ms:>8.1f} {one.answered_share:>9.1%} {need}"
         )
 
 
-def _assumptions(fleet: FleetQuestion, args: argparse.Namespace) -> Iterator[str]:
+def _reason(fleet: FleetQuestion, best: Candidate) -> str:
+    """Names what the best misfit lacks, and the remedy."""
+    one = fleet.failures
+    if best.lacks == "spares":
+        return (
+            f"Of failures every {one.mtbf_h:g} h (--mtbf-h), {one.repair_s:g} s each (--repair-s), "
+            f"robots are without a row for over {fleet.without_row_max:g} of their time also with "
+            f"{SPARES_MAX} spare pipelines; repair sooner, or raise --without-row-max"
+        )
+    if best.age_p99_ms == math.inf:
+        return "No action came within the time that was simulated; raise --seconds"
+    return (
+        f"The youngest is {best.age_p99_ms:.0f} ms; try fewer rows, more replicas, a cut over more "
+        "places or a faster policy"
+    )
+
+
+def _assumptions(fleet: FleetQuestion, args: argparse.Namespace, meshes: set[int]) -> Iterator[str]:
     where = args.report or "flags"
     yield f"service times of {where}: they hold on every GPU, and B takes as long with rows free"
+    gpus = " or ".join(map(str, sorted(meshes)))
+    yield f"GPUs of a place of the policy: {gpus}; more than 1 of a mesh that --report has"
     yield f"robots sample {fleet.rate_hz:g} times a second, each in a phase of its own"
     yield f"the network takes {fleet.net_ms:g} ms each way, always"
     yield "age: of the newest window whose actions a robot has, at any moment"
@@ -275,7 +317,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--robots", type=_count, required=True)
     parser.add_argument("--hz", type=_positive, required=True, help="samples a second of each")
     parser.add_argument("--age-ms", type=_positive, required=True, help="p99 of an action's age")
-    parser.add_argument("--net-ms", type=float, default=1.0, help="network, one way (1)")
+    parser.add_argument("--net-ms", type=_not_negative, default=1.0, help="network, one way (1)")
     parser.add_argument(
         "--report",
         type=Path,
@@ -290,14 +332,16 @@ def _parser() -> argparse.ArgumentParser:
         help="stage B by batch.rows; of a chain ROWS=MS,MS: a time for each place",
     )
     parser.add_argument("--c-ms", help="stage C: MEDIAN or MEDIAN:P99")
-    parser.add_argument("--hop-ms", type=float, default=0.1, help="of each hop, without a report")
+    parser.add_argument(
+        "--hop-ms", type=_not_negative, default=0.1, help="of a hop, without a report"
+    )
     parser.add_argument("--rows", type=_count, help="of the report's run, if that does not say it")
     parser.add_argument("--replicas", type=_count, nargs="+", default=[1], help="of the policy")
     parser.add_argument("--d-in", type=_count, help="default: as measured, else as a run has it")
     parser.add_argument("--threads", choices=("serial", "split"), default="serial")
     parser.add_argument("--pacing", choices=get_args(Pacing), default="sample")
-    parser.add_argument("--gather-ms", type=float, default=0.0, help="of pacing rows")
-    parser.add_argument("--gpus-rank0", type=int, default=0, help="0: rank 0 works on a CPU")
+    parser.add_argument("--gather-ms", type=_not_negative, default=0.0, help="of pacing rows")
+    parser.add_argument("--gpus-rank0", type=_number, default=0, help="0: rank 0 works on a CPU")
     parser.add_argument("--mtbf-h", type=_positive, default=720.0, help="of a pipeline (720)")
     parser.add_argument("--repair-s", type=_positive, default=120.0, help="until it serves (120)")
     parser.add_argument("--move-s", type=_positive, default=10.0, help="of a robot (10)")
@@ -308,7 +352,7 @@ def _parser() -> argparse.ArgumentParser:
         help="share of the robots' time without a free row (0.0001); less takes spares",
     )
     parser.add_argument("--seconds", type=_positive, default=SECONDS, help="simulated")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=_number, default=0)
     parser.add_argument("--json", action="store_true")
     return parser
 
@@ -317,6 +361,20 @@ def _count(text: str) -> int:
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"got {value}, want 1 or more")
+    return value
+
+
+def _number(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"got {value}, want 0 or more")
+    return value
+
+
+def _not_negative(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"got {value:g}, want 0 or more")
     return value
 
 

@@ -83,6 +83,7 @@ class ServiceTimes:
     hops: tuple[Duration, ...]
     d_in: int
     rows: int  # of an envelope: B takes as long whether a row is taken or not
+    mesh: int = 1  # ranks that compute a place together, each on a GPU
 
     def __post_init__(self) -> None:
         if len(self.hops) != len(self.places) + 1:
@@ -113,6 +114,7 @@ def of_report(file: Path) -> ServiceTimes:
             tuple(hops),
             int(run["queues"]["d_in"]),
             rows=1,
+            mesh=1 + len(places[1].get("members", ())) // len(places[1].get("ranks") or (1,)),
         )
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise ConfigError(
@@ -144,6 +146,7 @@ def of_run(folder: Path, phase: str | None = None) -> ServiceTimes:
         (Duration.constant(0.0),) * len(ranks) + (way,),
         window.topology.d_in,
         rows_of(run.config),
+        1 + len(window.topology.members) // window.topology.replicas,
     )
 
 

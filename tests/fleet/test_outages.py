@@ -26,6 +26,10 @@ def test_with_free_rows_they_hold_for_the_move_alone() -> None:
     assert found.share == pytest.approx(30 / (1000 * S_PER_H), rel=0.25)
 
 
+def test_robots_that_are_moved_all_the_time_hold_all_the_time() -> None:
+    assert held(8, 3, 8, Failures(mtbf_h=0.01, repair_s=1.0, move_s=100.0)).share == 1.0
+
+
 def test_a_spare_takes_most_of_the_wait_away() -> None:
     bare, spare = held(8, 2, 4), held(8, 3, 4)
     assert spare.without_row_share < 0.4 * bare.without_row_share

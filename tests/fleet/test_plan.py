@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from ppstream.core.errors import ConfigError
+from ppstream.fleet import plan as planning
 from ppstream.fleet.plan import NO_ANSWER, main
 from ppstream.fleet.service_times import Duration, of_report
 from ppstream.launch.commands import main as ppstream
@@ -88,6 +89,82 @@ def test_times_of_a_report_are_those_of_its_run(tmp_path: Path) -> None:
     means = [times.a.mean_ms, times.places[0].mean_ms, times.c.mean_ms, times.hops[0].mean_ms]
     assert means == pytest.approx([5.0, 11.0, 2.0, 0.1])
     assert times.d_in == 3
+
+
+def report_of_a_mesh(file: Path, replicas: int) -> Path:
+    leaders = [*range(1, 1 + replicas)]
+    run = {
+        "alone": {"times_ms": {"A": 2.0, "B": 30.0, "C": 1.0}, "stretch": {}},
+        "places": [
+            {"busy_ns": 3e6, "hop_ns": 1e5, "ranks": [0], "members": []},
+            {
+                "busy_ns": 3e7,
+                "hop_ns": 1e5,
+                "ranks": leaders,
+                "members": [{"leader": leader} for leader in leaders * 3],
+            },
+        ],
+        "queues": {"d_in": 2},
+    }
+    file.write_text(json.dumps({"runs": [run]}))
+    return file
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_every_gpu_of_a_mesh_is_counted(replicas: int, tmp_path: Path, capsys) -> None:
+    report = str(report_of_a_mesh(tmp_path / "report.json", replicas))
+    words = ("--robots", "8", "--hz", "10", "--age-ms", "300", "--seconds", "4", "--report", report)
+    for choice in (("--rows", "8"), ("--b-ms", "8=30")):
+        found = answer(capsys, *words, *choice, "--replicas", "1", "2")
+        assert {one["replicas"]: one["gpus"] for one in found["candidates"]} == {1: 4, 2: 8}
+        assert any(
+            line.startswith("GPUs of a place of the policy: 4;") for line in found["assumes"]
+        )
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("--b-ms", "8=20,14", "--replicas", "2"), "--replicas: got 2 with 2 places, want 1"),
+        (("--b-ms", "8=20", "--replicas", "17"), "--replicas: got 17, want 16 at most"),
+        (("--b-ms", "20", "--rows", "8"), "--rows: got 8 with --b-ms, want --b-ms 8=MS"),
+        (("--b-ms", "20", "--hz", "0.03"), "got 4 with --hz 0.03, want 67 or more"),
+        (("--report", "."), "run.json: cannot be read"),
+    ],
+)
+def test_a_question_that_no_run_answers_is_refused(
+    words: tuple[str, ...], says: str, tmp_path: Path, capsys, monkeypatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert ppstream(["fleet", "plan", *QUESTION, *TIMES, *words]) == ConfigError([]).exit_code
+    assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["--net-ms", "--hop-ms", "--gather-ms", "--gpus-rank0", "--seed"])
+def test_nothing_negative_is_taken(name: str, capsys) -> None:
+    with pytest.raises(SystemExit):
+        main([*QUESTION, *TIMES, "--b-ms", "8=20", name, "-1"])
+    assert f"{name}: got -1, want 0 or more" in capsys.readouterr().err
+
+
+def test_failures_that_no_spares_make_up_for_are_said_as_such(capsys, monkeypatch) -> None:
+    monkeypatch.setattr(planning, "SPARES_MAX", 3)
+    words = (*QUESTION, *TIMES, "--b-ms", "8=34", "--mtbf-h", "1")
+    assert main(words) == NO_ANSWER
+    said = capsys.readouterr().out
+    assert "no. Of failures every 1 h (--mtbf-h), 120 s each (--repair-s)" in said
+    assert "too few spares" in said
+    assert "too old" not in said
+    (one,) = answer(capsys, *words)["candidates"]
+    assert (one["is_fit"], one["lacks"]) == (False, "spares")
+
+
+def test_what_never_came_is_null(capsys) -> None:
+    words = (*QUESTION, *TIMES, "--b-ms", "8=60000")
+    assert main(words) == NO_ANSWER
+    assert "No action came within the time" in capsys.readouterr().out
+    found = answer(capsys, *words)["candidates"][0]
+    assert (found["age_p99_ms"], found["lacks"]) == (None, "age")
 
 
 def test_no_times_are_said_with_what_is_wanted(tmp_path: Path, capsys) -> None:
