@@ -164,8 +164,8 @@ class ControlLoop:
         self._said = ""  # it, in words
         self._rest_ns = 0  # when the reaction to it begins
         self._is_engaged = False  # an action was executed, and losing the next is a fault
-        self._is_moving = False  # the tick before executed one
-        self._left = 0.0  # of the motion, as stop= was told since the newest action
+        self._is_moving = False  # the tick before executed one, or went home
+        self._left = 0.0  # of the motion, as stop= was told since the robot moved last
         self._is_ended = False  # no lock: a signal handler may set it
         self._lateness = Durations()
         self._ticks = self._missed = self._executed = self._held = self._faults = 0
@@ -209,10 +209,11 @@ class ControlLoop:
         """Latch a fault and bring the robot to rest; from any thread or signal handler.
 
         From the next tick on nothing is executed until ``clear_fault``, also with ``resume``: a
-        robot that moves goes through the ramp of ``stop=`` at once, without ``hold_ms``, or holds
-        where there is none; it never goes home. A tick in progress may still execute its action. Of
-        several calls only the first counts, so that the ramp does not restart. The call needs a
-        loop that ticks, and does not replace a hardware emergency stop.
+        robot that moves, also one that ``home`` moves, goes through the ramp of ``stop=`` at once,
+        without ``hold_ms``, or holds where there is none; it never goes home. A tick in progress
+        may still execute its action. Of several calls only the first counts, so that the ramp does
+        not restart. The call needs a loop that ticks, and does not replace a hardware emergency
+        stop.
         """
         if self._stopped is None:
             self._stopped = LoopFault("stop", self._client.clock(), None, reason)
@@ -242,8 +243,7 @@ class ControlLoop:
             self._write(action)
             return
         self._held += 1
-        self._react(self.fault, at_ns)
-        self._is_moving = False
+        self._is_moving = self._react(self.fault, at_ns)
 
     def statistics(self) -> LoopStatistics:
         timeline = self._client.timeline.statistics()
@@ -276,8 +276,8 @@ class ControlLoop:
             done_ns = now_ns()
             self._garbage.offer(done_ns, ticker.due_ns - done_ns)
 
-    def _react(self, fault: LoopFault | None, at_ns: int) -> None:
-        """Hold, or what follows it once a fault is old enough."""
+    def _react(self, fault: LoopFault | None, at_ns: int) -> bool:
+        """Hold, or what follows it once a fault is old enough; True: it moves home."""
         if fault is not None and fault is not self._seen:
             self._begin_rest(fault)
         self._client.timeline.held(at_ns, "" if fault is None else self._said)
@@ -290,9 +290,12 @@ class ControlLoop:
             self._left = min(self._left, share)  # a fault on top of another speeds nothing up
             self._slow(self._left)
         elif self._home is not None and self._on_expiry == "home" and not is_stopped:
+            self._left = 1.0
             self._home()
+            return True
         else:
             self._hold()
+        return False
 
     def _begin_rest(self, fault: LoopFault) -> None:
         """A fault is seen for the first time: say when what follows it begins."""

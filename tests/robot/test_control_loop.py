@@ -233,6 +233,17 @@ def test_a_stop_during_a_ramp_lets_it_go_on() -> None:
     np.testing.assert_allclose(robot.left, [1.0, 0.75, 0.5, 0.25])
 
 
+def test_a_stop_on_the_way_home_ramps_from_the_motion_that_home_made() -> None:
+    robot = Robot(on_expiry="home", ramp_ms=40.0)
+    robot.receive(0)
+    robot.tick()
+    assert robot.tick(LEASE_NS) == "home"
+    robot.loop.stop("operator")
+    for _ in range(5):
+        assert robot.tick(10 * MS) == "stop"
+    np.testing.assert_allclose(robot.left, [0.75, 0.5, 0.25, 0.0, 0.0])
+
+
 ORDERS = st.lists(
     st.tuples(
         st.sampled_from(["receive", "stop", "clear", "unready", "ready", "fail", "reset", "wait"]),
@@ -275,9 +286,9 @@ def test_a_fault_executes_nothing_and_what_is_left_of_a_motion_never_grows(
         if was_stopped:  # it holds while the fault before still has it hold
             assert did in ("stop", "hold")
             assert robot.loop.fault is not None
-        if did == "write":
+        if did in ("write", "home"):
             robot.left.clear()  # it moves: a ramp may begin anew
-            assert robot.timeline.failure is None
+            assert did == "home" or robot.timeline.failure is None
         elif before and len(robot.left) > before:
             assert robot.left[-1] <= robot.left[-2]
 
