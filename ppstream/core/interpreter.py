@@ -22,9 +22,10 @@ from __future__ import annotations
 
 import gc
 import sys
+import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import TracebackType
 from typing import Final
 
@@ -45,18 +46,47 @@ def set_switch_interval(interval_s: float = SWITCH_INTERVAL_S) -> None:
     sys.setswitchinterval(interval_s)
 
 
-@contextmanager
-def short_turns() -> Iterator[None]:
-    """Turns of ``CONTROL_SWITCH_INTERVAL_S`` at most here; what was set before holds again behind.
+class _Shared:
+    """A scope of the whole process: the first who enters makes it, the last who leaves ends it."""
 
-    For a process that is not ours alone.
-    """
+    def __init__(self, scope: Callable[[], AbstractContextManager[None]]) -> None:
+        self._make = scope
+        self._scope = ExitStack()
+        self._inside = 0
+        self._changing = threading.Lock()
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        with self._changing:
+            if not self._inside:
+                self._scope.enter_context(self._make())
+            self._inside += 1
+        try:
+            yield
+        finally:
+            with self._changing:
+                self._inside -= 1
+                if not self._inside:
+                    self._scope.close()
+
+
+@_Shared
+@contextmanager
+def _short_turns() -> Iterator[None]:
     before_s = sys.getswitchinterval()
     sys.setswitchinterval(min(before_s, CONTROL_SWITCH_INTERVAL_S))
     try:
         yield
     finally:
         sys.setswitchinterval(before_s)
+
+
+def short_turns() -> AbstractContextManager[None]:
+    """Turns of ``CONTROL_SWITCH_INTERVAL_S`` at most here; what was set before holds again behind.
+
+    For a process that is not ours alone. Several threads may be in here at once.
+    """
+    return _short_turns.entered()
 
 
 @contextmanager
@@ -113,12 +143,27 @@ def freeze_garbage() -> None:
     gc.freeze()
 
 
+@_Shared
+@contextmanager
+def _no_collector() -> Iterator[None]:
+    was_enabled, was_frozen = gc.isenabled(), gc.get_freeze_count() > 0
+    freeze_garbage()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if not was_frozen:
+            gc.unfreeze()
+        if was_enabled:
+            gc.enable()
+
+
 class GcControl:
     """Collections at moments that a loop offers; a context manager for the loop's thread.
 
-    While it is entered, the whole process collects nothing by itself, and what existed before is
-    never looked at; behind it, too, where something was frozen before. It frees little: reference
-    counts go on freeing the rest.
+    While one is entered, the whole process collects nothing by itself, and what existed before the
+    first is never looked at; behind it, too, where something was frozen before. It frees little:
+    reference counts go on freeing the rest.
     """
 
     def __init__(self) -> None:
@@ -126,13 +171,10 @@ class GcControl:
         self.longest_ns = 0
         self._due_ns = 0
         self._overdue_ns = 0
-        self._was_enabled = True
-        self._was_frozen = False
+        self._scope = ExitStack()
 
     def __enter__(self) -> GcControl:
-        self._was_enabled, self._was_frozen = gc.isenabled(), gc.get_freeze_count() > 0
-        freeze_garbage()
-        gc.disable()
+        self._scope.enter_context(_no_collector.entered())
         self._schedule(now_ns())
         return self
 
@@ -142,10 +184,7 @@ class GcControl:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if not self._was_frozen:
-            gc.unfreeze()
-        if self._was_enabled:
-            gc.enable()
+        self._scope.close()
 
     def offer(self, now: int, left_ns: int) -> None:
         """There is nothing to do for ``left_ns``: collect if it is due and fits, or is overdue."""

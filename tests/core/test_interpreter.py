@@ -4,7 +4,7 @@ import gc
 import sys
 import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 
 import pytest
 
@@ -136,3 +136,25 @@ def test_who_has_switched_it_off_finds_it_off_again(
         assert not gc.isenabled()
     finally:
         gc.enable()
+
+
+def test_two_loops_of_a_process_leave_it_as_it_was_when_the_last_ends() -> None:
+    ours_s = sys.getswitchinterval()
+    gc.unfreeze()
+    first, second = ExitStack(), ExitStack()
+    try:
+        for loop in (first, second):
+            loop.enter_context(short_turns())
+            loop.enter_context(GcControl())
+        first.close()
+        assert sys.getswitchinterval() == pytest.approx(CONTROL_SWITCH_INTERVAL_S, abs=2e-6)
+        assert not gc.isenabled()
+        assert gc.get_freeze_count() > 0
+        second.close()
+        assert sys.getswitchinterval() == ours_s
+        assert gc.isenabled()
+        assert gc.get_freeze_count() == 0
+    finally:
+        second.close()
+        first.close()
+        gc.freeze()
