@@ -49,7 +49,7 @@ class FleetDirectory:
         token_file: file with the directory's token, where it wants one.
 
     Raises:
-        ConfigError: the address is none, or a file cannot be used.
+        ConfigError: the address or the name is none, or a file cannot be used.
     """
 
     def __init__(
@@ -65,10 +65,16 @@ class FleetDirectory:
             parts = urlsplit(url)
             is_address = parts.scheme in SCHEMES
             port = parts.port or 80
-        except ValueError:  # a port that is no number, or above 65535
+            (parts.hostname or "").encode("idna")
+            parts.path.encode("ascii")
+        except ValueError:  # a port that is no number, or above 65535; a name that no host has
             is_address = False
         if not is_address or not parts.hostname:
             raise ConfigError([f"got {url!r}, want a directory's http://HOST:PORT"])
+        try:
+            robot.encode()
+        except UnicodeEncodeError:
+            raise ConfigError([f"got robot {robot!r}, want a name that UTF-8 can encode"]) from None
         if (secret_file is None) != (not server_files):
             raise ConfigError(["secret_file and server_files: want both, or neither"])
         self._url, self.robot = url.rstrip("/"), robot

@@ -192,10 +192,25 @@ def test_each_path_has_its_answer(server: DirectoryServer, path: str, code: int)
     assert answer.split()[1] == str(code).encode()
 
 
-@pytest.mark.parametrize("url", ["unix:///run/directory", "http://host:99999", "http://[::1"])
+@pytest.mark.parametrize(
+    "url",
+    [
+        "unix:///run/directory",
+        "http://host:99999",
+        "http://[::1",
+        "http://fleet..local:5871",
+        f"http://{'a' * 64}:5871",
+        "http://host:5871/ä",
+    ],
+)
 def test_an_address_that_is_none_is_refused(url: str) -> None:
     with pytest.raises(ConfigError, match="want a directory's http://HOST:PORT"):
         FleetDirectory(url, "arm")
+
+
+def test_a_name_of_a_robot_that_cannot_be_sent_is_refused() -> None:
+    with pytest.raises(ConfigError, match="want a name that UTF-8 can encode"):
+        FleetDirectory("http://127.0.0.1:1", "arm\ud800")
 
 
 def test_keys_and_a_token_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
