@@ -88,16 +88,19 @@ class AsyncRobotClient:
         Raises:
             ReceiverEndedError: the receiving thread ended by an exception.
         """
+        loop = asyncio.get_running_loop()
         while True:
+            look = loop.call_later(SLICE_S, self._arrival.set)  # wait_for may lose a cancellation
             try:
-                await asyncio.wait_for(self._arrival.wait(), SLICE_S)
-            except asyncio.TimeoutError:
-                if (why := self.client.failure) is not None:
-                    raise ReceiverEndedError(why) from None
+                await self._arrival.wait()
+            finally:
+                look.cancel()
             self._arrival.clear()
             chunk, self._newest = self._newest, None
             if chunk is not None:
                 yield chunk
+            elif (why := self.client.failure) is not None:
+                raise ReceiverEndedError(why)
             elif self.client.timeline.is_closed:
                 return
 

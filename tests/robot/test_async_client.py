@@ -90,6 +90,26 @@ def test_chunks_that_nobody_fetched_are_counted_and_the_newest_is_given() -> Non
         assert asyncio.run(asyncio.wait_for(live(server.sessions.endpoint), 30)) == (2, 2)
 
 
+def test_a_task_that_is_cancelled_as_a_chunk_arrives_ends(tmp_path: Path) -> None:
+    async def live(endpoint: str) -> None:
+        async with AsyncRobotClient(make_client(endpoint)) as robot:
+            await robot.wait_ready()
+
+            async def watch() -> None:
+                async for _ in robot.chunks():
+                    pass
+
+            watching = asyncio.create_task(watch())
+            await asyncio.sleep(0.01)
+            await robot.ask(GIVEN, 20.0)
+            watching.cancel()
+            await asyncio.wait([watching], timeout=20)
+            assert watching.cancelled()
+
+    with serving(patient(f"unix://{tmp_path}/robots"), answers=True) as server:
+        asyncio.run(asyncio.wait_for(live(server.sessions.endpoint), 60))
+
+
 def test_iterating_ends_with_the_client_and_raises_what_ended_its_thread() -> None:
     def fail(chunk: Any) -> None:
         raise KeyError("user code")
