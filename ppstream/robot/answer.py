@@ -42,13 +42,31 @@ class Asking:
     def __init__(
         self, endpoint: str, link: RobotLink, stamp_ns: int, send: Callable[[], bool]
     ) -> None:
-        self.link, self.stamp_ns, self.send = link, stamp_ns, send
+        self.link, self.stamp_ns = link, stamp_ns
         self.answer: Answer | None = None
         self._endpoint = endpoint
+        self._send = send
+        self._session = 0  # in which the samples were sent
+
+    def send(self) -> bool:
+        """Send the samples; False: nobody can take them now."""
+        self._session = self.link.session.session
+        return self._send()
 
     def is_answered(self) -> bool:
         """True once there is an answer."""
         return self.answer is not None
+
+    def is_over(self) -> bool:
+        """True once there is an answer, or nothing to wait for.
+
+        A robot of a fleet moves on only while nobody reads: its wait ends with its session.
+        """
+        return self.answer is not None or (self.link.directory is not None and self._is_lost)
+
+    @property
+    def _is_lost(self) -> bool:
+        return self.link.session.session != self._session
 
     def result(self, timeout_s: float, *, is_sent: bool) -> Answer:
         """The answer, or an error as ``RobotClient.ask`` raises it.
@@ -65,6 +83,11 @@ class Asking:
         if not is_sent:
             what = f"{self._endpoint}: rank 0 cannot receive samples now; the run is {phase}"
             raise PeerLostError(what)
+        if self.is_over():
+            raise PeerLostError(
+                f"{self.link.endpoint}: the session was lost before a chunk came; ask again: this "
+                "robot moves to the pipeline that its directory names"
+            )
         raise TimeoutError(
             f"no chunk of a window that ends at {self.stamp_ns} came within {timeout_s:g} s; the "
             f"run is {phase}; send the stream that ends windows last, or allow more time"

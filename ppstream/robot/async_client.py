@@ -73,7 +73,7 @@ class AsyncRobotClient:
 
         Raises:
             TimeoutError: no chunk came in time.
-            PeerLostError: rank 0 cannot receive samples now.
+            PeerLostError: rank 0 cannot receive samples now; of a fleet also: the session was lost.
             SpecError: the samples are not what was declared.
             PpstreamError: ``connect`` was not called.
             ReceiverEndedError: the receiving thread ended by an exception.
@@ -185,13 +185,13 @@ async def _wait(asking: Asking, until_ns: int) -> None:
             over.set_result(None)
 
     def read() -> None:
-        if link.guest_read(asking.is_answered):
+        if link.guest_read(asking.is_over):
             end()
 
     def turn() -> None:
         nonlocal timer
         left_ns, rest_ns = until_ns - now_ns(), link.guest_turn()
-        if left_ns <= 0 or rest_ns is None:
+        if left_ns <= 0 or rest_ns is None or asking.is_over():
             end()
         else:
             timer = loop.call_later(min(left_ns, rest_ns) / NS_PER_S, turn)

@@ -235,7 +235,7 @@ class RobotClient:
 
         Raises:
             TimeoutError: no such chunk came in time, or another ``ask`` or a callback took it.
-            PeerLostError: rank 0 cannot receive samples now.
+            PeerLostError: rank 0 cannot receive samples now; of a fleet also: the session was lost.
             RateError: it takes no more of them in this second, as with several robots it may be.
             SpecError: as ``push``.
             PpstreamError: ``connect`` was not called, or this is a callback of the client.
@@ -248,7 +248,7 @@ class RobotClient:
             raise TimeoutError(f"another ask() of this client waits for {timeout_s:g} s, ask later")
         is_sent = False
         try:
-            is_sent = asking.link.send_and_work(asking.send, asking.is_answered, until_ns)
+            is_sent = asking.link.send_and_work(asking.send, asking.is_over, until_ns)
         finally:
             self.end_asking(asking)
         return asking.result(timeout_s, is_sent=is_sent)

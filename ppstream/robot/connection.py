@@ -15,9 +15,9 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
 from ppstream.core.clock import NS_PER_MS, NS_PER_S, Clock, now_ns
-from ppstream.core.errors import PeerLostError, PpstreamError, ReceiverEndedError
+from ppstream.core.errors import ConfigError, PeerLostError, PpstreamError, ReceiverEndedError
 from ppstream.core.waiter import Waiter
-from ppstream.robot.session import RobotSession
+from ppstream.robot.session import RETRY_NS, RobotSession
 from ppstream.wire.endpoints import unix_path
 from ppstream.wire.fields import DECODE_ERRORS, encoder
 from ppstream.wire.keys import ClientKeys
@@ -292,7 +292,7 @@ class RobotLink:
                     while not (self.is_ended or self._guest):
                         if self.directory is not None:
                             self._ask(self.directory)
-                        if self._wait():
+                        if not self.is_ended and self._wait():
                             self._read_unless_visited()
                 if self._guest:
                     with self._visit:
@@ -316,10 +316,15 @@ class RobotLink:
             session = self.session
             if session.session:
                 self._trying_ns = None
-            if session.session or now < session.due_ns or session.is_hopeless:
+            if session.session or now < session.due_ns:
                 return
-            since_ns, is_refused = self._trying_ns, session.refused is not None
-            if since_ns is not None and now - since_ns < GIVE_UP_NS and not is_refused:
+            patience_ns = GIVE_UP_NS if session.refused is None else 0
+            if session.is_hopeless:
+                if not session.opened:  # no server has served it: its program has to change
+                    return
+                patience_ns = RETRY_NS[1]
+            since_ns = self._trying_ns
+            if since_ns is not None and now - since_ns < patience_ns:
                 return
             failed = since_ns is not None or session.phase in LEAVING
         try:
@@ -330,7 +335,8 @@ class RobotLink:
         if self._visit.acquire(blocking=False):  # a guest reads from the socket of now
             try:
                 with self.changed:
-                    self._move(place)
+                    if not self.is_ended:  # it was closed while the directory was asked
+                        self._move(place)
             finally:
                 self._visit.release()
 
@@ -338,11 +344,15 @@ class RobotLink:
         """Go to another server; the session's next words are a Hello there."""
         self._trying_ns = now_ns()
         if place is not None and place.endpoint != self._endpoint:
+            try:
+                made = self._connected(place.endpoint, place.keys)
+            except ConfigError as error:  # the next question says that it does not serve
+                logger.warning("the directory names %s: %s", place.pipeline, error)
+                return
             logger.info("%s at %s is asked for a session", place.pipeline, place.endpoint)
-            old, self._endpoint = self._socket, place.endpoint
+            old, self._socket, self._endpoint = self._socket, made, place.endpoint
             self._gate.unregister(old.fd)
             self._arrivals.unregister(old.fd)
-            self._socket = self._connected(place.endpoint, place.keys)
             old.close()
             self.session.moved(self._trying_ns)
 

@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from robot_rig import ACTIONS, STREAMS, Server, make_config, wait_until
 
+from ppstream.config.schema import PipelineConfig
 from ppstream.core.clock import now_ns
 from ppstream.core.errors import HandshakeError, PeerLostError
 from ppstream.fleet.directory import Directory, PipelineReport
 from ppstream.fleet.directory_server import DirectoryServer
+from ppstream.robot import connection
+from ppstream.robot.async_client import ask_on_loop
 from ppstream.robot.client import RobotClient
-from ppstream.robot.fleet_directory import FleetDirectory
+from ppstream.robot.fleet_directory import FleetDirectory, FleetPlace
 from ppstream.wire.robot_messages import ActionChunk
 
 pytestmark = pytest.mark.usefixtures("either_socket")
 FAR_NS = 10**15  # reports that never grow old
+SAMPLE = {"joints": np.zeros(3, dtype=np.float32)}
 
 
 class Pipelines:
@@ -36,8 +43,10 @@ class Pipelines:
             self.tell(name)
         stack.callback(self.close)
 
-    def tell(self, name: str, phase: str = "ready", robots: int = 0) -> None:
-        endpoint = self.servers[name].sessions.endpoint
+    def tell(
+        self, name: str, phase: str = "ready", robots: int = 0, endpoint: str | None = None
+    ) -> None:
+        endpoint = endpoint or self.servers[name].sessions.endpoint
         report = PipelineReport(
             pipeline=name, phase=phase, endpoint=endpoint, rows=1, robots=robots
         )
@@ -46,6 +55,17 @@ class Pipelines:
 
     def stop(self, name: str) -> None:
         self.servers.pop(name).close()
+
+    def fail(self, name: str) -> PipelineConfig:
+        """Returns the configuration with which it may be started again."""
+        config = make_config(self.servers[name].sessions.endpoint)
+        self.tell(name, "failed")
+        self.stop(name)
+        return config
+
+    def start(self, name: str, config: PipelineConfig) -> None:
+        self.servers[name] = Server(config, answers=True)
+        self.tell(name)
 
     def close(self) -> None:
         for name in [*self.servers]:
@@ -138,6 +158,61 @@ def test_a_contract_that_differs_is_no_reason_to_wander(pipelines: Pipelines) ->
         client.connect(30)
 
 
+def test_a_robot_that_was_served_leaves_a_pipeline_of_another_contract(
+    pipelines: Pipelines,
+) -> None:
+    config = make_config(pipelines.servers["b"].sessions.endpoint)
+    names = msgspec.structs.replace(config.actions, names=("dx", "dz"))
+    pipelines.stop("b")
+    pipelines.start("b", msgspec.structs.replace(config, actions=names))
+    with pipelines.robot() as client:
+        client.connect()
+        before = pipelines.fail("a")
+        wait_until(lambda: client.statistics().reconnecting.refusal == "contract")
+        pipelines.start("a", before)
+        wait_until(lambda: client.connected)
+        assert pipelines.servers["a"].sessions.statistics().open == 1
+
+
+def test_an_endpoint_that_cannot_be_one_costs_a_robot_nothing(pipelines: Pipelines) -> None:
+    asks = FleetDirectory(pipelines.face.url, "arm")
+    with RobotClient.from_fleet(asks, find_s=30, streams=STREAMS, actions=ACTIONS) as client:
+        client.connect()
+        pipelines.tell("b", endpoint="tcp://127.0.0.1:*")
+        before = pipelines.fail("a")
+        wait_until(lambda: asks.pipeline == "b")
+        pipelines.start("a", before)
+        wait_until(lambda: client.connected or client.failure)
+        assert client.failure is None
+
+
+def test_a_client_that_is_closed_while_it_asks_where_to_go_has_not_failed(
+    pipelines: Pipelines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class SlowDirectory(FleetDirectory):
+        asked, answers = threading.Event(), threading.Event()
+
+        def find(self, *, failed: bool = False) -> FleetPlace:
+            if self.pipeline:
+                self.asked.set()
+                assert self.answers.wait(60)
+            return super().find(failed=failed)
+
+    monkeypatch.setattr(connection, "JOIN_S", 0.05)
+    others = set(threading.enumerate())
+    asks = SlowDirectory(pipelines.face.url, "arm")
+    client = RobotClient.from_fleet(asks, find_s=30, streams=STREAMS, actions=ACTIONS)
+    client.connect()
+    (thread,) = (t for t in threading.enumerate() if t not in others and "robot" in t.name)
+    pipelines.fail("a")
+    assert asks.asked.wait(60)
+    client.close()
+    asks.answers.set()
+    thread.join(60)
+    assert not thread.is_alive()
+    assert client.failure is None
+
+
 def test_no_pipeline_at_all_is_an_error_of_the_start(pipelines: Pipelines) -> None:
     for name in ("a", "b"):
         pipelines.tell(name, "ended")
@@ -149,15 +224,44 @@ def test_no_pipeline_at_all_is_an_error_of_the_start(pipelines: Pipelines) -> No
 def test_ask_is_answered_by_whichever_pipeline_serves(pipelines: Pipelines) -> None:
     with pipelines.robot() as client:
         client.connect()
-        assert client.ask({"joints": np.zeros(3, dtype=np.float32)}, 30.0).chunk.session
+        assert client.ask(SAMPLE, 30.0).chunk.session
         pipelines.tell("a", "failed")
         pipelines.stop("a")
 
         def answered() -> bool:
             try:
-                return client.ask({"joints": np.zeros(3, dtype=np.float32)}, 1.0).refusal is None
+                return client.ask(SAMPLE, 1.0).refusal is None
             except (PeerLostError, TimeoutError):
                 return False
 
         wait_until(answered)
         assert pipelines.servers["b"].sessions.statistics().open == 1
+
+
+def asks(client: RobotClient, timeout_s: float) -> None:
+    client.ask(SAMPLE, timeout_s)
+
+
+def awaits(client: RobotClient, timeout_s: float) -> None:
+    asyncio.run(ask_on_loop(client, SAMPLE, timeout_s))
+
+
+@pytest.mark.parametrize("wait", [asks, awaits])
+def test_an_ask_ends_with_its_session_so_that_the_robot_moves(
+    pipelines: Pipelines, wait: Callable[[RobotClient, float], None]
+) -> None:
+    server = pipelines.servers["a"]
+    server.answers = False
+
+    def fail_once_asked() -> None:
+        wait_until(lambda: server.rows[0].rings["joints"].count)
+        pipelines.fail("a")
+
+    with pipelines.robot() as client:
+        client.connect()
+        failing = threading.Thread(target=fail_once_asked)
+        failing.start()
+        with pytest.raises(PeerLostError, match="the session was lost"):
+            wait(client, 40.0)
+        failing.join(60)
+        wait_until(lambda: pipelines.servers["b"].sessions.statistics().open == 1)
