@@ -8,43 +8,37 @@ connection is not used again: a late answer is never taken for a later one.
 
 from __future__ import annotations
 
-import socket
-import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import msgspec
 import numpy as np
-import zmq
 
 from ppstream import ConfigError, TensorSpec
-from ppstream.config.field_types import Count, Index, Positive
+from ppstream.config.field_types import Count, Positive
 from ppstream.config.schema import CHANNELS
-from ppstream.core.clock import NS_PER_MS, NS_PER_S, now_ns
-from ppstream.core.errors import PpstreamError
-from ppstream.wire import groot, openpi
+from ppstream.core.clock import NS_PER_MS, now_ns
 from ppstream_stages.building import options_of
+from ppstream_stages.remote_links import (
+    FAILURES,
+    Array,
+    Generation,
+    GrootLink,
+    Link,
+    OpenpiLink,
+    ServerError,
+    Slice,
+    reason_of,
+)
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
-    from websockets.sync.client import ClientConnection
 
-# B=row T=step of the window D=value H=horizon
-
-Array: TypeAlias = np.ndarray[Any, Any]
-Slice: TypeAlias = tuple[Index, Index]
-
-ANSWER_MAX: Final = 64_000_000  # bytes
 WHITE: Final = 255.0
 SCHEMES: Final = {"openpi": ("ws://", "wss://"), "groot": ("tcp://",)}
-NUMBERS: Final = "biuf"  # kinds of dtype that actions may have
-SAID_MAX: Final = 300  # characters of what a server says
-CLOSE_S: Final = 0.1  # for a server's goodbye
-UNREAD: Final = "the server did not read the request within policy.options.timeout_ms"
 
 
 class ServerCamera(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -75,31 +69,8 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     instructions: bool = False  # as policy.instructions
     api_key_file: str | None = None
     action_keys: dict[str, Slice] = {}  # of GR00T: by key of the answer the actions it has
-    generation: Literal["n1.5", "n1.6"] = "n1.6"  # of GR00T
+    generation: Generation = "n1.6"  # of GR00T
     weights: None = None  # the server has them
-
-
-class ServerError(PpstreamError):
-    """The server gave no actions; the message says why."""
-
-
-class Link(Protocol):
-    """One row's connection; what its methods raise, ``FAILURES`` lists."""
-
-    def ask(self, request: Mapping[str, Any], until_ns: int) -> None:
-        """Send a request."""
-
-    def answer(self, until_ns: int) -> Array:
-        """Actions ``[H, D]`` of the request before."""
-
-    def reset(self, until_ns: int) -> bool:
-        """Begin a new episode; False: only a new connection does."""
-
-    def close(self) -> None:
-        """Let go of it, at once."""
-
-
-FAILURES: Final = (PpstreamError, OSError, zmq.ZMQError)
 
 
 class RemotePolicy:
@@ -139,7 +110,7 @@ class RemotePolicy:
                 actions[row].numpy()[:] = self._fitting(found)
                 waiting.discard(row)
         except FAILURES as error:
-            text = f"{self._options.url}: {_reason_of(error)} (row {row})"
+            text = f"{self._options.url}: {reason_of(error)} (row {row})"
             raise ServerError(text) from error
         finally:
             for row in waiting:  # an answer of theirs may still come
@@ -192,156 +163,6 @@ class RemotePolicy:
         return actions[: wanted[0]]
 
 
-class OpenpiLink:
-    """A connection to a server of openpi."""
-
-    def __init__(self, options: Options, key: str | None, until_ns: int) -> None:
-        from websockets.sync.client import connect
-
-        opening = connect(
-            options.url,
-            compression=None,
-            max_size=ANSWER_MAX,
-            proxy=None,
-            open_timeout=_left_s(until_ns),
-            close_timeout=CLOSE_S,
-            additional_headers={} if key is None else {"Authorization": f"Api-Key {key}"},
-        )
-        self._stack = ExitStack()
-        with _as_server_errors():
-            self._connection: ClientConnection = self._stack.enter_context(opening)
-        try:
-            self._receive(until_ns)  # its metadata
-        except FAILURES:
-            self.close()
-            raise
-
-    def ask(self, request: Mapping[str, Any], until_ns: int) -> None:
-        """As ``Link``."""
-        frame = openpi.encode(_nested(request))
-        with self._limited(until_ns), _as_server_errors():
-            self._connection.send(frame)
-
-    def answer(self, until_ns: int) -> Array:
-        """As ``Link``."""
-        frame = self._receive(until_ns)
-        if isinstance(frame, str):
-            raise ServerError(f"the server says: {_cut(frame)}")
-        reply = openpi.decode_reply(frame)
-        if isinstance(reply, Mapping) and reply.get("type") == "error":  # vLLM-Omni's
-            raise ServerError(f"the server says: {_cut(reply.get('message'))}")
-        actions = _array(reply.get("actions") if isinstance(reply, Mapping) else reply, "actions")
-        return actions[0] if actions.ndim == 3 and len(actions) == 1 else actions
-
-    def reset(self, until_ns: int) -> bool:
-        """As ``Link``."""
-        return False
-
-    def close(self) -> None:
-        """As ``Link``."""
-        with suppress(ServerError), self._limited(now_ns() + round(CLOSE_S * NS_PER_S)):
-            self._stack.close()
-
-    @contextmanager
-    def _limited(self, until_ns: int) -> Iterator[None]:
-        """End the connection when the body still sends at ``until_ns``: it would without a limit.
-
-        Raises:
-            ServerError: it was ended.
-        """
-        is_late = threading.Event()
-
-        def end() -> None:
-            is_late.set()
-            with suppress(OSError):
-                self._connection.socket.shutdown(socket.SHUT_RDWR)
-
-        ending = threading.Timer(_left_s(until_ns), end)
-        ending.daemon = True  # an interpreter that ends does not wait for it
-        ending.start()
-        try:
-            yield
-        except ServerError:
-            if not is_late.is_set():
-                raise
-        finally:
-            ending.cancel()
-        if is_late.is_set():
-            raise ServerError(UNREAD)
-
-    def _receive(self, until_ns: int) -> str | bytes:
-        with _as_server_errors():
-            return self._connection.recv(_left_s(until_ns))
-
-
-class GrootLink:
-    """A connection to a server of GR00T."""
-
-    def __init__(self, options: Options, key: str | None) -> None:
-        self._options, self._token = options, key
-        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.REQ)
-        self._socket.set(zmq.LINGER, 0)
-        self._socket.set(zmq.MAXMSGSIZE, ANSWER_MAX)
-        self._socket.connect(options.url)
-
-    def ask(self, request: Mapping[str, Any], until_ns: int) -> None:
-        """As ``Link``."""
-        older = {
-            key: [value] if isinstance(value, str) else value[None]
-            for key, value in request.items()
-        }
-        self._send("get_action", older if self._is_old() else _newer(older))
-
-    def answer(self, until_ns: int) -> Array:
-        """As ``Link``."""
-        reply = self._receive(until_ns)
-        actions = reply if self._is_old() else (reply[0] if isinstance(reply, list) else None)
-        if not isinstance(actions, Mapping):
-            raise ServerError(
-                f"got an answer that does not have the form of {self._options.generation}"
-            )
-        options, prefix = self._options, "action." if self._is_old() else ""
-        parts: dict[str, Array] = {}
-        for key, (first, end) in options.action_keys.items():
-            part = _array(actions.get(prefix + key), prefix + key)
-            if part.size == 0 or part.size % (end - first):
-                raise ServerError(f"{key}: got {list(part.shape)}, want {end - first} numbers")
-            parts[key] = part.reshape(-1, end - first)
-        steps = min(len(part) for part in parts.values())
-        found = np.empty((steps, options.action_dim), np.float32)
-        for key, (first, end) in options.action_keys.items():
-            found[:, first:end] = parts[key][:steps]
-        return found
-
-    def reset(self, until_ns: int) -> bool:
-        """As ``Link``; servers until N1.5 know no episodes."""
-        if not self._is_old():
-            self._send("reset", {"options": None})
-            self._receive(until_ns)
-        return True
-
-    def close(self) -> None:
-        """As ``Link``."""
-        self._socket.close()
-
-    def _is_old(self) -> bool:
-        return self._options.generation == "n1.5"
-
-    def _send(self, endpoint: str, data: Any) -> None:
-        request = {"endpoint": endpoint, "data": data}
-        if self._token is not None:
-            request["api_token"] = self._token
-        self._socket.send(groot.encode(request), zmq.NOBLOCK)
-
-    def _receive(self, until_ns: int) -> Any:
-        if not self._socket.poll(max(1, round(1e3 * _left_s(until_ns)))):
-            raise TimeoutError
-        reply = groot.decode_reply(self._socket.recv(zmq.NOBLOCK))
-        if isinstance(reply, Mapping) and "error" in reply:
-            raise ServerError(f"the server says: {_cut(reply['error'])}")
-        return reply
-
-
 def build(config: Mapping[str, Any], device: torch.device) -> RemotePolicy:
     """A client of a policy server, with the given ``Options``; it connects when it is first called.
 
@@ -360,8 +181,8 @@ def build(config: Mapping[str, Any], device: torch.device) -> RemotePolicy:
 
     def open_link(until_ns: int) -> Link:
         if options.wire == "groot":
-            return GrootLink(options, key)
-        return OpenpiLink(options, key, until_ns)
+            return GrootLink(options.url, key, options.action_keys, options.generation)
+        return OpenpiLink(options.url, key, until_ns)
 
     return RemotePolicy(options, open_link)
 
@@ -404,59 +225,3 @@ def _problems(options: Options, device: torch.device) -> Iterator[str]:
             f"action_keys: want each of the {options.action_dim} actions in one key, such as "
             f"{{ arm = [0, {options.action_dim}] }}"
         )
-
-
-def _nested(request: Mapping[str, Any]) -> dict[str, Any]:
-    """``request`` with what stands before the dots of its keys as maps."""
-    found: dict[str, Any] = {}
-    for key, value in request.items():
-        *above, last = key.split(".")
-        place = found
-        for name in above:
-            place = place.setdefault(name, {})
-        place[last] = value
-    return found
-
-
-def _newer(older: Mapping[str, Any]) -> dict[str, Any]:
-    """The request as N1.6 has it, batched and nested."""
-    found: dict[str, Any] = {"video": {}, "state": {}, "language": {}}
-    for key, value in older.items():
-        modality, _, name = key.partition(".")
-        if isinstance(value, list):
-            found["language"][key] = [value]
-        else:
-            found[modality][name] = value[None]
-    return {"observation": found, "options": None}
-
-
-def _array(value: Any, key: str) -> Array:
-    if not isinstance(value, np.ndarray) or value.dtype.kind not in NUMBERS:
-        raise ServerError(f"{key}: got {type(value).__name__}, want an array of numbers")
-    return value
-
-
-def _left_s(until_ns: int) -> float:
-    return max(0.0, (until_ns - now_ns()) / NS_PER_S)
-
-
-def _reason_of(error: BaseException) -> str:
-    """Reason of a failure, in a few words."""
-    if isinstance(error, TimeoutError):
-        return "no answer within policy.options.timeout_ms"
-    return _cut(error) or type(error).__name__
-
-
-def _cut(text: object) -> str:
-    return str(text)[:SAID_MAX]
-
-
-@contextmanager
-def _as_server_errors() -> Iterator[None]:
-    """Failures of the WebSocket become a ``ServerError``."""
-    from websockets.exceptions import WebSocketException
-
-    try:
-        yield
-    except WebSocketException as error:
-        raise ServerError(_cut(error) or type(error).__name__) from error
