@@ -168,16 +168,15 @@ class GrootLink:
     def answer(self, until_ns: int) -> Array:
         """As ``Link``."""
         reply = self._receive(until_ns)
-        actions = reply if self._is_old() else (reply[0] if isinstance(reply, list) else None)
-        if not isinstance(actions, Mapping):
+        if not self._is_old():
+            reply = reply[0] if isinstance(reply, list) and reply else None
+        if not isinstance(reply, Mapping):
             raise ServerError(f"got an answer that does not have the form of {self._generation}")
         prefix = "action." if self._is_old() else ""
         parts: dict[str, Array] = {}
         for key, (first, end) in self._parts.items():
-            part = _array(actions.get(prefix + key), prefix + key)
-            if part.size == 0 or part.size % (end - first):
-                raise ServerError(f"{key}: got {list(part.shape)}, want {end - first} numbers")
-            parts[key] = part.reshape(-1, end - first)
+            part = _array(reply.get(prefix + key), prefix + key)
+            parts[key] = _steps(part, end - first, prefix + key)
         steps = min(len(part) for part in parts.values())
         found = np.empty((steps, self._action_dim), np.float32)
         for key, (first, end) in self._parts.items():
@@ -241,6 +240,20 @@ def _array(value: Any, key: str) -> Array:
     if not isinstance(value, np.ndarray) or value.dtype.kind not in NUMBERS:
         raise ServerError(f"{key}: got {type(value).__name__}, want an array of numbers")
     return value
+
+
+def _steps(part: Array, width: int, key: str) -> Array:
+    """``part`` as ``[H, width]``: it may be the only one of a batch, or have lost a dimension."""
+    found = part
+    while found.ndim > 2 and len(found) == 1:
+        found = found[0]
+    if found.ndim == 1:  # squeezed, as until N1.5
+        found = found[:, None] if width == 1 else found[None]
+    if found.ndim != 2 or found.shape[1] != width:
+        raise ServerError(
+            f"{key}: got {list(part.shape)}, want [steps, {width}]: see policy.options.action_keys"
+        )
+    return found
 
 
 def _left_s(until_ns: int) -> float:

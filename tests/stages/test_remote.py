@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import zmq
 from documents import BOOKS, FENCE
 from gateway_rig import SHAPE, gated
 from policy_server import PolicyServer, echo, policy_server
@@ -25,6 +26,7 @@ from websockets.server import ServerProtocol
 from ppstream import ConfigError, RobotClient
 from ppstream.config.load import read
 from ppstream.core.errors import ExitCode
+from ppstream.wire import groot
 from ppstream.wire.openpi import encode
 from ppstream_stages.remote import RemotePolicy, ServerError, build
 
@@ -286,6 +288,68 @@ def test_a_server_of_groot_that_is_not_there_is_a_fault_in_time() -> None:
         options = {**GROOT, "url": url, "timeout_ms": 100.0}
         with built(**options) as policy, pytest.raises(ServerError, match="no answer within"):
             called(policy, window_of(1, steps=1, dim=5))
+
+
+@contextmanager
+def groot_server(answer: Any) -> Iterator[str]:
+    """A server of GR00T that gives everybody the same answer; its address."""
+    server: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.REP)
+    port = server.bind_to_random_port("tcp://127.0.0.1")
+    has_ended = threading.Event()
+
+    def serve() -> None:
+        while not has_ended.is_set():
+            if server.poll(20):
+                server.recv()
+                server.send(groot.encode(answer))
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        yield f"tcp://127.0.0.1:{port}"
+    finally:
+        has_ended.set()
+        thread.join()
+        server.close(0)
+
+
+ARM = {"action_dim": 2, "action_keys": {"arm": [0, 2]}}
+WRIST = {"action_dim": 1, "action_keys": {"wrist": [0, 1]}}
+STEPS = np.arange(SHAPE[0], dtype=np.float32)
+
+
+@pytest.mark.parametrize(
+    ("keys", "shape"), [(ARM, (1, -1, 2)), (ARM, (-1, 2)), (WRIST, (1, -1, 1)), (WRIST, (-1,))]
+)
+def test_actions_of_groot_come_with_a_batch_of_one_or_squeezed(
+    keys: dict[str, Any], shape: tuple[int, ...]
+) -> None:
+    width = keys["action_dim"]
+    part = np.repeat(STEPS, width).reshape(shape)
+    (key,) = keys["action_keys"]
+    with groot_server([{key: part}, {}]) as url, built(**{**GROOT, **keys, "url": url}) as policy:
+        actions = called(policy, window_of(1, steps=1, dim=5))
+    assert (actions[0].numpy() == STEPS[:, None]).all()
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        ([{"arm": np.zeros((1, 8, 4))}, {}], "arm: got [1, 8, 4], want [steps, 2]: see policy"),
+        ([{"arm": np.zeros((8, 1))}, {}], "arm: got [8, 1], want [steps, 2]"),
+        ([{"arm": np.zeros(8)}, {}], "arm: got [8], want [steps, 2]"),
+        ([{"arm": np.zeros((2, 8, 2))}, {}], "arm: got [2, 8, 2], want [steps, 2]"),
+        ([{"arm": np.zeros((0, 2))}, {}], "got actions float32 [0, 2], want"),
+        ([], "got an answer that does not have the form of n1.6"),
+    ],
+)
+def test_an_answer_of_groot_in_another_form_is_a_fault_that_says_why(
+    answer: Any, said: str
+) -> None:
+    with groot_server(answer) as url, built(**{**GROOT, **ARM, "url": url}) as policy:
+        with pytest.raises(ServerError) as caught:
+            called(policy, window_of(1, steps=1, dim=5))
+        assert said in str(caught.value)
 
 
 @pytest.mark.parametrize(
