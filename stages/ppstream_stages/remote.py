@@ -128,9 +128,11 @@ class RemotePolicy:
         return now_ns() + round(self._options.timeout_ms * NS_PER_MS)
 
     def _link(self, row: int, until_ns: int) -> Link:
-        if row not in self._links:
-            self._links[row] = self._open(until_ns)
-        return self._links[row]
+        link = self._links.get(row)
+        if link is None or not link.is_open():
+            self._drop(row)
+            link = self._links[row] = self._open(until_ns)
+        return link
 
     def _drop(self, row: int) -> None:
         link = self._links.pop(row, None)

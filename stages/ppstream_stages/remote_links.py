@@ -39,6 +39,13 @@ class ServerError(PpstreamError):
 class Link(Protocol):
     """One row's connection; what its methods raise, ``FAILURES`` lists."""
 
+    def is_open(self) -> bool:
+        """False: the server has closed it; only a new connection can ask.
+
+        Raises:
+            ServerError: an answer is there, and nobody waits for one.
+        """
+
     def ask(self, request: Mapping[str, Any], until_ns: int) -> None:
         """Send a request."""
 
@@ -85,6 +92,18 @@ class OpenpiLink:
         except FAILURES:
             self.close()
             raise
+
+    def is_open(self) -> bool:
+        """As ``Link``."""
+        from websockets.exceptions import ConnectionClosed
+
+        try:
+            self._connection.recv(timeout=0)
+        except TimeoutError:
+            return True
+        except ConnectionClosed:
+            return False
+        raise ServerError("the server sent an answer that nobody asked for")
 
     def ask(self, request: Mapping[str, Any], until_ns: int) -> None:
         """As ``Link``."""
@@ -156,6 +175,10 @@ class GrootLink:
         self._socket.set(zmq.LINGER, 0)
         self._socket.set(zmq.MAXMSGSIZE, ANSWER_MAX)
         self._socket.connect(url)
+
+    def is_open(self) -> bool:
+        """As ``Link``: ZeroMQ connects again, and drops what came without a request."""
+        return True
 
     def ask(self, request: Mapping[str, Any], until_ns: int) -> None:
         """As ``Link``."""

@@ -167,6 +167,36 @@ def test_a_late_answer_is_a_fault_and_never_that_of_a_later_request() -> None:
         assert (called(policy, window_of(1)) == 2.0).all()
 
 
+def test_an_answer_that_nobody_asked_for_is_a_fault_and_ends_its_connection() -> None:
+    """Else every later answer of that connection would be that of the request before."""
+    with policy_server(spare=[2]) as server, remote(server) as policy:
+        window = window_of(1)
+        said = ""
+
+        def answered() -> bool:
+            nonlocal said
+            window["state.values"] += 1
+            try:
+                return torch.equal(called(policy, window)[:, 0], window["state.values"][:, -1])
+            except ServerError as error:
+                said = str(error)
+                return False
+
+        assert answered()
+        wait_until(lambda: not answered() and said)
+        assert "the server sent an answer that nobody asked for (row 0)" in said
+        assert all(answered() for _ in range(3))
+        assert server.connections == 2
+
+
+def test_a_connection_that_the_server_closed_meanwhile_is_opened_again_without_a_fault() -> None:
+    with policy_server() as server, remote(server) as policy:
+        called(policy, window_of(1))
+        server.hang_up()
+        assert called(policy, window_of(1)).isfinite().all()
+        assert server.connections == 2
+
+
 class DeafServer:
     """A server of openpi that opens each connection, tells its metadata and then reads nothing."""
 

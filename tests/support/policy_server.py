@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,10 +23,18 @@ def echo(observation: dict[str, Any]) -> dict[str, Any]:
 
 
 class PolicyServer:
-    """Gives each observation to ``answer``: a map, or a text that says why not."""
+    """Gives each observation to ``answer``: a map, or a text that says why not.
 
-    def __init__(self, answer: Answer = echo, port: int = 0) -> None:
-        self.answer = answer
+    Args:
+        answer: what it says to an observation.
+        port: 0 for any.
+        spare: requests, counted from 1, that it answers twice.
+    """
+
+    def __init__(
+        self, answer: Answer = echo, port: int = 0, spare: Collection[int] = frozenset()
+    ) -> None:
+        self.answer, self._spare = answer, spare
         self.seen: list[dict[str, Any]] = []
         self.connections = 0
         self.headers: list[Any] = []
@@ -43,8 +51,13 @@ class PolicyServer:
         self._server.shutdown()
         self._thread.join(10)
 
+    def hang_up(self) -> None:
+        """Close the newest connection, as after a while without requests."""
+        self._newest.close(1000, "idle")
+
     def _serve(self, connection: ServerConnection) -> None:
         self.connections += 1
+        self._newest = connection
         assert connection.request
         self.headers.append(connection.request.headers)
         try:
@@ -52,7 +65,8 @@ class PolicyServer:
             for frame in connection:
                 self.seen.append(decode(bytes(frame)))  # type: ignore[arg-type] # clients send bytes
                 reply = self.answer(self.seen[-1])
-                connection.send(reply if isinstance(reply, str) else encode(reply))
+                for _ in range(1 + (len(self.seen) in self._spare)):
+                    connection.send(reply if isinstance(reply, str) else encode(reply))
                 if isinstance(reply, str):
                     connection.close(1011)
         except ConnectionClosed:
@@ -60,8 +74,10 @@ class PolicyServer:
 
 
 @contextmanager
-def policy_server(answer: Answer = echo, port: int = 0) -> Iterator[PolicyServer]:
-    server = PolicyServer(answer, port)
+def policy_server(
+    answer: Answer = echo, port: int = 0, spare: Collection[int] = frozenset()
+) -> Iterator[PolicyServer]:
+    server = PolicyServer(answer, port, spare)
     try:
         yield server
     finally:
