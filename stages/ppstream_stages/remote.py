@@ -2,13 +2,17 @@
 
 Stage B is that server's client, with a connection for each row, so rows are apart there, too. What
 the window holds at its end goes into one request a row; all are sent before the first answer is
-waited for. An answer that is late, an error or of another shape fails the envelope, and its
-connection is not used again: a late answer is never taken for a later one.
+waited for. A row whose answer is late, an error or of another shape gets no actions, and its
+connection is not used again: a late answer is never taken for a later one. Without an answer for
+any row the envelope fails.
 """
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
@@ -19,7 +23,7 @@ import numpy as np
 from ppstream import ConfigError, TensorSpec
 from ppstream.config.field_types import Count, Positive
 from ppstream.config.schema import CHANNELS
-from ppstream.core.clock import NS_PER_MS, now_ns
+from ppstream.core.clock import NS_PER_MS, NS_PER_S, now_ns
 from ppstream_stages.building import options_of
 from ppstream_stages.remote_links import (
     FAILURES,
@@ -37,7 +41,10 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+logger = logging.getLogger("ppstream")
+
 WHITE: Final = 255.0
+LOG_EVERY_NS: Final = NS_PER_S  # of rows that have no actions while others have
 SCHEMES: Final = {"openpi": ("ws://", "wss://"), "groot": ("tcp://",)}
 
 
@@ -82,6 +89,7 @@ class RemotePolicy:
         self._options, self._open = options, open_link
         self._links: dict[int, Link] = {}
         self._texts = {0: options.text}
+        self._told_ns = 0
         if options.instructions:
             self.instruct = self._instruct
 
@@ -98,23 +106,38 @@ class RemotePolicy:
             self._drop(row)
 
     def __call__(self, window: Mapping[str, Tensor], out: Mapping[str, Tensor]) -> None:
+        """Ask for every row that is present; actions of one without an answer become NaN.
+
+        Raises:
+            ServerError: no row has an answer.
+        """
         until_ns = self._until()
         rows = window["present"].nonzero().flatten().tolist()
         actions = out["actions"].zero_()
         waiting = set(rows)
+        failed: dict[int, Exception] = {}
         try:
             for row in rows:
-                self._link(row, until_ns).ask(self._request(row, window), until_ns)
-            for row in rows:
-                found = self._links[row].answer(until_ns)
-                actions[row].numpy()[:] = self._fitting(found)
-                waiting.discard(row)
-        except FAILURES as error:
-            text = f"{self._options.url}: {reason_of(error)} (row {row})"
-            raise ServerError(text) from error
+                with _kept_in(failed, row):
+                    self._link(row, until_ns).ask(self._request(row, window), until_ns)
+            for row in [row for row in rows if row not in failed]:
+                with _kept_in(failed, row):
+                    found = self._links[row].answer(until_ns)
+                    actions[row].numpy()[:] = self._fitting(found)
+                    waiting.discard(row)
         finally:
             for row in waiting:  # an answer of theirs may still come
                 self._drop(row)
+        if not failed:
+            return
+        actions[list(failed)] = math.nan  # stage C refuses these rows alone
+        url = self._options.url
+        said = [f"{url}: {reason_of(error)} (row {row})" for row, error in failed.items()]
+        if len(failed) == len(rows):
+            raise ServerError(said[0]) from next(iter(failed.values()))
+        if now_ns() - self._told_ns >= LOG_EVERY_NS:
+            self._told_ns = now_ns()
+            logger.warning("%s", "; ".join(said))
 
     def close(self) -> None:
         """End every connection; a later call opens them again."""
@@ -187,6 +210,15 @@ def build(config: Mapping[str, Any], device: torch.device) -> RemotePolicy:
         return OpenpiLink(options.url, key, until_ns)
 
     return RemotePolicy(options, open_link)
+
+
+@contextmanager
+def _kept_in(failed: dict[int, Exception], row: int) -> Iterator[None]:
+    """A failure of one row leaves the others theirs."""
+    try:
+        yield
+    except FAILURES as error:
+        failed[row] = error
 
 
 def _inputs(options: Options) -> Iterator[TensorSpec]:

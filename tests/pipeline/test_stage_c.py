@@ -243,6 +243,25 @@ def test_what_a_decoder_leaves_out_is_refused_also_behind_a_result_that_was_not_
     assert dropped == [None, "non_finite"][not is_emitted :]
 
 
+def test_a_row_without_actions_is_refused_alone_and_ends_no_run(tmp_path: Path) -> None:
+    settings = ("batch.rows=2", "liveness.policy_errors_max=1")
+    with pipeline(tmp_path, *settings) as (running, emitter):
+        stage_c, served = running.rank0.stage_c, running.intake.rows
+
+        def count(seq: int, *steps: float) -> None:
+            owners = [Owner(True, (row.session, row.session_epoch), seq, 0) for row in served]
+            result = {"actions": np.repeat(np.float32(steps), 8).reshape(2, 4, 2)}
+            flight = Flight(seq, 0, seq, EnvelopeRecord(), owners, received_ns=1, emit_ns=1)
+            stage_c.count(stage_c.emit(flight, stage_c.decode(flight, result), emitter))
+
+        for seq in range(3):
+            count(seq, np.nan, 0.5)
+        assert [chunk.session for chunk in emitter.chunks] == [served[1].session] * 3
+        assert stage_c.rows_dropped == {"non_finite": 3}
+        with pytest.raises(PolicyError, match="non_finite"):
+            count(3, np.nan, np.nan)
+
+
 class Popping:
     """A decoder that takes out of its mapping what it reads."""
 

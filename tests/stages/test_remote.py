@@ -242,15 +242,43 @@ def test_a_request_that_the_server_does_not_read_is_a_fault_in_time() -> None:
             called(policy, window_of(1))
 
 
-def test_a_fault_of_one_row_leaves_no_answer_of_another_to_be_taken_later() -> None:
+def test_a_row_that_the_server_refuses_has_no_actions_and_the_others_have_theirs(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     def pick(seen: dict[str, Any]) -> Any:
-        return "no" if seen["gripper"][0] < 1 else echo(seen)
+        return "unknown task" if seen["gripper"][0] < 1 else echo(seen)
 
     with policy_server(pick) as server, remote(server) as policy:
-        with pytest.raises(ServerError, match="row 0"):
-            called(policy, window_of(2))
+        window = window_of(3)
+        began = time.monotonic()
+        for _ in range(10):
+            actions = called(policy, window)
+            assert actions[0].isnan().all()
+            assert torch.equal(actions[1:, 0], window["state.values"][1:, -1])
+        assert server.connections == 2 + 10
+        lines = [record.getMessage() for record in caplog.records]
+        assert lines[0] == f"{server.url}: the server says: unknown task (row 0)"
+        assert len(lines) <= 1 + time.monotonic() - began
+        window["present"][1:] = False
+        with pytest.raises(ServerError, match=r"unknown task \(row 0\)"):
+            called(policy, window)
+
+
+def test_a_row_whose_answer_is_late_takes_nothing_from_a_row_whose_answer_is_there() -> None:
+    hold = threading.Event()
+
+    def pick(seen: dict[str, Any]) -> Any:
+        if seen["gripper"][0] < 1:
+            hold.wait(20)
+        return echo(seen)
+
+    with policy_server(pick) as server, remote(server, timeout_ms=1500.0) as policy:
+        actions = called(policy, window_of(2))
+        hold.set()
+        assert actions[0].isnan().all()
         window = window_of(2)
-        window["state.values"] += 1
+        assert torch.equal(actions[1, 0], window["state.values"][1, -1])
+        window["state.values"] += 0.5
         assert torch.equal(called(policy, window)[:, 0], window["state.values"][:, -1])
 
 
