@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Final
 
 import msgspec
@@ -79,6 +80,8 @@ def export(
 ) -> tuple[PolicyFile, float]:
     """Writes the policy of ``config`` into ``folder``, over what has these names there.
 
+    Both files are written there once the model's outputs were compared with torch's.
+
     Args:
         config: names the policy.
         folder: is made where it is not there.
@@ -105,20 +108,24 @@ def export(
     whole = Whole(networks).eval()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        _write(whole, folder / MODEL)
-        about = PolicyFile(
-            sha256=hashlib.sha256((folder / MODEL).read_bytes()).hexdigest(),
-            inputs=whole.inputs,
-            outputs=whole.outputs,
-            normalisation=dict(normalisation),
-        )
-        (folder / SIDECAR).write_bytes(msgspec.json.format(msgspec.json.encode(about)) + b"\n")
+        with TemporaryDirectory(prefix=".export-", dir=folder) as unproven:
+            model, sidecar = Path(unproven, MODEL), Path(unproven, SIDECAR)
+            _write(whole, model)
+            about = PolicyFile(
+                sha256=hashlib.sha256(model.read_bytes()).hexdigest(),
+                inputs=whole.inputs,
+                outputs=whole.outputs,
+                normalisation=dict(normalisation),
+            )
+            sidecar.write_bytes(msgspec.json.format(msgspec.json.encode(about)) + b"\n")
+            difference = _difference(whole, model, about)
+            if not difference <= DIFFERENCE_MAX:
+                reason = f"differs by {difference:.1e} from torch, limit {DIFFERENCE_MAX:.0e}"
+                raise ConfigError([f"{folder / MODEL}: it {reason}; nothing was written"])
+            for file in (model, sidecar):
+                file.replace(folder / file.name)
     except OSError as error:
         raise ConfigError([f"--out: {folder}: {error.strerror}"]) from error
-    difference = _difference(whole, folder / MODEL, about)
-    if not difference <= DIFFERENCE_MAX:
-        reason = f"it differs by {difference:.1e} from torch, want {DIFFERENCE_MAX:.0e} at most"
-        raise ConfigError([f"{folder / MODEL}: {reason}; do not use it"])
     return about, difference
 
 

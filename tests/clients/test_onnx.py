@@ -21,6 +21,7 @@ from ppstream.core.errors import ExitCode
 from ppstream.ingest.window import input_specs
 from ppstream.policy.compatibility import build_parts, places_of
 from ppstream.policy.parts import specs_of
+from ppstream_stages import export
 from ppstream_stages.export import inputs_of, main
 from ppstream_stages.onnx import SIDECAR, OnnxPolicy, build
 
@@ -288,6 +289,23 @@ def test_what_cannot_be_written_as_onnx_is_refused(
     assert main([*line, *(word for one in settings for word in ("--set", one))]) == ExitCode.CONFIG
     assert said in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("has_older", [True, False])
+def test_a_model_that_differs_from_torch_leaves_the_folder_as_it_was(
+    arm: Path,
+    copied: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    *,
+    has_older: bool,
+) -> None:
+    monkeypatch.setattr(export, "DIFFERENCE_MAX", -1.0)
+    folder = copied.parent if has_older else copied.parent / "out"
+    before = {file: file.stat() for file in folder.glob("*")}
+    assert main(["--config", str(arm), "--out", str(folder)]) == ExitCode.CONFIG
+    assert "from torch, limit -1e+00; nothing was written" in capsys.readouterr().err
+    assert {file: file.stat() for file in folder.iterdir()} == before
 
 
 @pytest.mark.multirank
