@@ -17,7 +17,7 @@ from typing import Final, NamedTuple
 from ppstream.analysis.period_model import StageTimes
 from ppstream.analysis.places import StageBTimes, lines_of
 from ppstream.analysis.records import Envelope, IsolatedTimes, PolicyLine, RunLog, Topology
-from ppstream.analysis.scores import Primary, mean_times, resource_names
+from ppstream.analysis.scores import Primary, mean_times, resource_names, saved_share
 from ppstream.analysis.segments import ALONE, BRING_UP, JudgedSpan
 from ppstream.core.cpus import Machine
 
@@ -39,7 +39,6 @@ class Alone:
     times: StageTimes  # as measured, of a, b of each policy rank, and c
     fair: StageTimes  # what the score is made from: no stage buys anything by being slow alone
     s: float | None
-    ceiling: float  # Sigma / M
     slowest_ns: float  # M
     strict: float  # period over the slowest resource
     stretch: dict[str, float]  # of stages that count: the run's time over the time alone
@@ -50,6 +49,15 @@ class Alone:
     def in_turn_ns(self) -> float:
         """The period of one rank that runs A, B and C in turn."""
         return sum(self.fair.stages.values())
+
+    @property
+    def ceiling(self) -> float:
+        """Most that overlap could gain over it."""
+        return self.in_turn_ns / self.slowest_ns
+
+    def saved(self, period_ns: float) -> float:
+        """Share that such a period saves of what can be saved over one rank."""
+        return saved_share(self.in_turn_ns, period_ns, self.slowest_ns)
 
 
 def alone(run: RunLog, window: JudgedSpan, score: Primary, machine: Machine | None) -> Alone | None:
@@ -76,7 +84,6 @@ def alone(run: RunLog, window: JudgedSpan, score: Primary, machine: Machine | No
         times=both,
         fair=fair,
         s=_overlap(resources, _resources(ran, topology), score.period_ns, topology),
-        ceiling=sum(resources) / max(resources) if max(resources) else 1.0,
         slowest_ns=max(1.0, *resources),
         strict=score.period_ns / max(1.0, *_resources(both, topology)),
         stretch={

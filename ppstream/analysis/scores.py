@@ -79,14 +79,29 @@ class Primary:
         return self.max_ns / self.span_ns
 
     @property
+    def in_turn_ns(self) -> float:
+        """The period of one rank that runs all stages in turn: of replicas a whole B."""
+        return sum(self.times.stages.values())
+
+    @property
     def gain(self) -> float:
         """G: what overlap gives over running in turn."""
-        return self.sigma_ns / self.span_ns
+        return self.in_turn_ns / self.period_ns
 
     @property
     def ceiling(self) -> float:
         """G*: what overlap could ever give."""
-        return self.sigma_ns / self.max_ns if self.max_ns else 1.0
+        return self.n * self.in_turn_ns / self.max_ns if self.max_ns else 1.0
+
+    @property
+    def is_beyond_s(self) -> bool:
+        """True where replicas gain, and A and C are too short for S to tell anything."""
+        return self.sigma_ns < CEILING_MIN * self.max_ns and self.ceiling >= CEILING_MIN
+
+    @property
+    def saved(self) -> float:
+        """Share of what can be saved over one rank that runs all stages in turn."""
+        return saved_share(self.in_turn_ns, self.period_ns, self.max_ns / self.n)
 
     @property
     def overhead(self) -> float:
@@ -115,6 +130,11 @@ class Primary:
         """Busy shares of rank 0's resources."""
         others = (*self.places, "link", "mesh")
         return {name: share for name, share in self.utilisation.items() if name not in others}
+
+
+def saved_share(in_turn_ns: float, period_ns: float, slowest_ns: float) -> float:
+    """0 where all stages run in turn on one rank, 1 where the slowest resource never idles."""
+    return (in_turn_ns - period_ns) / max(1.0, in_turn_ns - slowest_ns)
 
 
 def form_of(topology: Topology) -> PipelineForm:

@@ -99,8 +99,8 @@ def _gain(f: Diagnosis) -> str:
     score, alone = f.evidence.primary, f.evidence.alone
     if score is None:
         return "no score is known"
-    in_turn_ns = score.sigma_ns / score.n if alone is None else alone.in_turn_ns
-    ceiling = score.ceiling if alone is None else in_turn_ns / alone.slowest_ns
+    found = score if alone is None else alone
+    in_turn_ns, ceiling = found.in_turn_ns, found.ceiling
     return (
         f"one rank would take {in_ms(in_turn_ns)} ms for A, B and C in turn, "
         f"{f.evidence.run.topology.world_size} take {in_ms(score.period_ns)} ms: "

@@ -291,7 +291,8 @@ def _policy_rank(report: RunReport) -> str:
     """The slowest one: in a chain with its parts and its device."""
     name, topology = limiting(report), report.window.topology
     place = name.removeprefix("place ")
-    return topology.title(int(place)) if place.isdecimal() else f"the {name}"
+    name = {"replicas": "each replica"}.get(name, f"the {name}")
+    return topology.title(int(place)) if place.isdecimal() else name
 
 
 def figures(report: RunReport) -> tuple[Figure, ...]:
@@ -359,12 +360,14 @@ def _score_figures(report: RunReport) -> tuple[Figure, Figure]:
     if score is None or score.s is None or score.s_low is None or score.s_high is None:
         why = "too little was measured" if score is None else "no two stages ran at the same time"
         return Figure("overlap", "unknown", why), Figure("gain", "unknown", why)
+    wants = f"the gate wants {least:.2f}"
+    if score.is_beyond_s:
+        wants += f" of what replicas save over one rank, which is {score.saved:.2f}"
     overlap = Figure(
         "overlap",
         f"{score.s:.2f}",
-        f"share of what overlap can save (S [{score.s_low:.2f}, {score.s_high:.2f}]); "
-        f"the gate wants {least:.2f}",
-        score.s_low < least,
+        f"share of what overlap can save (S [{score.s_low:.2f}, {score.s_high:.2f}]); {wants}",
+        (score.saved if score.is_beyond_s else score.s_low) < least,
     )
     note = f"the speed of one rank (G); {score.ceiling:.2f} x is possible"
     return overlap, Figure("gain", f"{score.gain:.2f} x", note)

@@ -185,10 +185,11 @@ def score_reasons(evidence: Evidence, gate: Gate) -> list[str]:
     primary, alone, latency = evidence.primary, evidence.alone, evidence.latency
     if primary is None:
         return []
-    found = {
-        "LOW_OVERLAP": primary.s_low is not None and primary.s_low < gate.overlap_min,
-    }
-    if alone is not None and alone.s is not None and alone.s < gate.overlap_min:
+    s_low, s_alone = primary.s_low, None if alone is None else alone.s
+    if primary.is_beyond_s:
+        s_low, s_alone = primary.saved, None if alone is None else alone.saved(primary.period_ns)
+    found = {"LOW_OVERLAP": s_low is not None and s_low < gate.overlap_min}
+    if alone is not None and s_alone is not None and s_alone < gate.overlap_min:
         # where stages run in turn and take their own time, nothing is contended
         found["CONTENDED"] = (
             not found["LOW_OVERLAP"] or max(alone.stretch.values(), default=0.0) > STRETCHED

@@ -15,12 +15,13 @@ from ppstream.analysis.period_model import PipelineForm
 
 TWO, THREE = PipelineForm(d_in=3, replicas=2), PipelineForm("split", d_in=4, replicas=3)
 LONG_B = stages(a=4, b=18, c=1, x=0.1)
+SHORT_A = stages(a=0.2, b=10, c=0.2, x=0.05)
 
 # fmt: off
 TABLE: dict[str, Case] = {
     "one rank": (lambda: run(LONG_B), "PASS", {"primary.P_ms": 18, "class": "stage1-limited"}),
     "two replicas": (lambda: run(LONG_B, TWO), "PASS", {
-        "primary.P_ms": 8.988, "primary.S": 1, "primary.S_alone": 1, "primary.G_star": 14 / 9,
+        "primary.P_ms": 8.988, "primary.S": 1, "primary.S_alone": 1, "primary.G_star": 23 / 9,
         "model.gap": 0, "model.formula": "B / 2", "class": "stage1-limited",
         "primary.bubble.mesh": 0,
         "places.1.rank": 1, "places.1.ranks": [1, 2], "places.1.busy_ns": ms(18),
@@ -28,6 +29,16 @@ TABLE: dict[str, Case] = {
         "places.1.replicas_ns": [ms(18), ms(18)], "places.0.ranks": [0],
         "says": ["each of 2 replicas sets the period: it is busy 100%",
             "only a faster B or one more replica helps"]}),
+    "two replicas beside short stages": (
+        lambda: run(SHORT_A, PipelineForm("split", d_in=4, replicas=2)), "PASS", {
+        "primary.P_ms": 5, "primary.S": 1, "primary.G": 10.4 / 5, "primary.G_star": 10.4 / 5,
+        "alone.G_star": 10.4 / 5, "figures.4.value": "2.08 x"}),
+    "two replicas beside short stages, slow links": (
+        lambda: run(stages(a=0.2, b=10, c=0.2, x=0.6), PipelineForm("split", d_in=2,
+            replicas=2)), "PASS", {"primary.G": 10.4 / 5.69, "figures.3.is_bad": False}),
+    "two replicas beside short stages, in turn": (
+        lambda: run(SHORT_A, PipelineForm("split", d_in=1, replicas=2)), "FAIL LOW_OVERLAP",
+        {"primary.G": 1.01, "figures.3.is_bad": True}),
     "three replicas, split": (lambda: run(LONG_B, THREE), "PASS", {
         "primary.P_ms": 6, "primary.S": 1, "model.gap": 0, "model.W_star": 4,
         "model.formula": "B / 3"}),

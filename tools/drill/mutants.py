@@ -44,7 +44,7 @@ MUTANTS: Final = (
     Mutant(
         "the gate asks the times alone",
         "ppstream/analysis/verdict.py",
-        "    if alone is not None and alone.s is not None and alone.s < gate.overlap_min:\n",
+        "    if alone is not None and s_alone is not None and s_alone < gate.overlap_min:\n",
         "    if False:\n",
         "shared-lock",
     ),
