@@ -39,7 +39,7 @@ from ppstream.analysis.run_statistics import (
 )
 from ppstream.analysis.safety_counts import QueueMaxima, queue_maxima, safety_counts
 from ppstream.analysis.scores import Primary, compat, form_of, primary, resource_names
-from ppstream.analysis.segments import BRING_UP, JudgedSpan, select_window
+from ppstream.analysis.segments import BRING_UP, SERVING, JudgedSpan, select_window
 from ppstream.analysis.statements import Diagnosis, Model, in_ms, statements
 from ppstream.analysis.summary import figures, sentence
 from ppstream.analysis.thread_time import stage_cpu, unnamed
@@ -60,8 +60,6 @@ from ppstream.core.quantiles import quantiles
 
 MODEL_ERROR: Final = 0.03  # of the period: the closed form is good for that on healthy runs
 MODEL_ERROR_NS: Final = 20_000  # where stages are short
-READY: Final = "ready"
-SERVING: Final = (READY, "degraded")  # with fewer replicas than there were
 SLOWER: Final = 2.0  # a stage's time in service over bring-up's
 SLOWER_NS: Final = 1_000_000  # and at least so much more
 COMPARED_MIN: Final = 5  # envelopes of each: a slow service has few
@@ -276,7 +274,7 @@ def _service(run: RunLog) -> ServiceReport | None:
     ready = [e for e in run.envelopes if e.phase in SERVING]
     if not ready:
         return None
-    window = select_window(run, READY)
+    window = select_window(run, *SERVING)
     score = primary(window, resampled=False)
     reasons = _service_reasons(run, ready)
     on_request = streams_on_request(run.config)
@@ -323,8 +321,8 @@ def _service_reasons(run: RunLog, ready: list[Envelope]) -> dict[str, str]:
     """Reasons against service, each with its sentence: one is a doubt, two are proof."""
     found: dict[str, str] = {}
     before, served = (
-        [e for e in run.envelopes if e.phase == phase and e.mode == "throughput"]
-        for phase in (BRING_UP, READY)
+        [e for e in run.envelopes if e.phase in phases and e.mode == "throughput"]
+        for phases in ((BRING_UP,), SERVING)
     )
     was, now = usual_stages_ns(before), usual_stages_ns(served)
     if min(len(before), len(served)) >= COMPARED_MIN:

@@ -5,6 +5,7 @@ All replicas are one place: its busy time is the sum of theirs, divided by their
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise
 from statistics import fmean
@@ -21,9 +22,12 @@ MS: Final = 1e-6  # per ns
 
 def replica_shares(window: JudgedSpan) -> dict[int, float]:
     """Busy share of each replica by itself: the slowest one sets the pace of all."""
-    topology, n = window.topology, len(window.measured)
-    means = replicas_b_ns(window.measured, topology)
-    return {rank: b_ns * n / topology.replicas / window.span_ns for rank, b_ns in means.items()}
+    topology, sent = window.topology, Counter(e.replica for e in window.measured)
+    means, usual = (
+        replicas_b_ns(window.measured, topology),
+        len(window.measured) / topology.replicas,
+    )
+    return {rank: b_ns * sent.get(rank, usual) / window.span_ns for rank, b_ns in means.items()}
 
 
 class SlowReplica(NamedTuple):

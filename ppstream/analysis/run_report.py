@@ -30,7 +30,7 @@ _NO_TIMES: Final = dict.fromkeys(("p50", "p95", "p99", "max"))
 
 @dataclass(frozen=True, slots=True)
 class ServiceReport:
-    """The ready phase: there the input sets the period, so no score is asked of it.
+    """The phases ready and degraded: there the input sets the period, so no score is asked of it.
 
     Its verdict is PASS unless it was not what bring-up was, or robots did not get their actions.
     """

@@ -16,6 +16,7 @@ from typing import Final
 from ppstream.analysis.records import Envelope, RunLog, Topology
 
 BRING_UP: Final = "bring-up"
+SERVING: Final = ("ready", "degraded")  # robots are served; degraded: not by all there is
 ALONE: Final = "alone"  # mode of envelopes that went one by one, to time a stage by itself
 WARMUP_MIN: Final = 10  # envelopes
 STEADY_RUN: Final = 20  # envelopes that must look alike before warm-up is over
@@ -89,12 +90,12 @@ class JudgedSpan:
         return sum(segment.span_ns for segment in self.segments)
 
 
-def select_window(run: RunLog, phase: str | None = None) -> JudgedSpan:
-    """The newest generation's envelopes of ``phase``, after warm-up.
+def select_window(run: RunLog, *wanted: str | None) -> JudgedSpan:
+    """The newest generation's envelopes of the phases ``wanted``, after warm-up.
 
-    Without ``phase``: bring-up when the run has any, else all but warming and draining.
+    Without any: bring-up when the run has it, else all but warming and draining.
     """
-    phases = _phases(run, phase)
+    phases = frozenset(wanted) - {None} or _usual_phases(run)
     chosen = [e for e in run.envelopes if e.phase in phases and e.mode != ALONE]
     generation = max((envelope.generation for envelope in chosen), default=0)
     chosen = [envelope for envelope in chosen if envelope.generation == generation]
@@ -111,9 +112,7 @@ def select_window(run: RunLog, phase: str | None = None) -> JudgedSpan:
     )
 
 
-def _phases(run: RunLog, phase: str | None) -> frozenset[str | None]:
-    if phase is not None:
-        return frozenset({phase})
+def _usual_phases(run: RunLog) -> frozenset[str | None]:
     present = {envelope.phase for envelope in run.envelopes}
     if BRING_UP in present:
         return frozenset({BRING_UP})

@@ -6,16 +6,25 @@ The cases are those of ``test_golden_table.py``, with policy ranks that take env
 from __future__ import annotations
 
 import pytest
-from faulty_runs import answered_by_another, at_once, event, in_turns, turned_round
-from golden_runs import jittered, ms, stages
+from faulty_runs import answered_by_another, at_once, event, in_turns, joined, turned_round
+from golden_runs import GoldenRun, jittered, ms, stages
 from golden_runs import simulate as run
 from judging import Case, check
 
-from ppstream.analysis.period_model import PipelineForm
+from ppstream.analysis.period_model import PipelineForm, StageTimes
 
 TWO, THREE = PipelineForm(d_in=3, replicas=2), PipelineForm("split", d_in=4, replicas=3)
 LONG_B = stages(a=4, b=18, c=1, x=0.1)
 SHORT_A = stages(a=0.2, b=10, c=0.2, x=0.05)
+
+
+def one_of_two(times: StageTimes) -> GoldenRun:
+    """A service that has lost the second of two replicas."""
+    golden = run(times, PipelineForm("split", d_in=3), phase="degraded", epoch=1)
+    golden.put(replica=1)
+    golden.behind.append([])
+    return golden
+
 
 # fmt: off
 TABLE: dict[str, Case] = {
@@ -70,6 +79,13 @@ TABLE: dict[str, Case] = {
             .set("topology.replicas", 3).set("topology.world_size", 4)
             .tell(event("replica_lost", rank=3, left=2)), "PASS",
         {"says": "replica 3 was lost: 2 of 3 went on serving", "primary.P_ms": 8.988}),
+    "one of two replicas serves": (
+        lambda: joined(run(SHORT_A, TWO), one_of_two(SHORT_A), 20_000), "PASS",
+        {"service.class": "stage1-limited", "service.utilisation.mesh": 0.5,
+        "service.latency_ms.p50": 30.2}),
+    "one of two replicas serves, slower": (
+        lambda: joined(run(SHORT_A, TWO), one_of_two(stages(a=0.2, b=25, c=0.2)), 20_000),
+        "INCONCLUSIVE SERVICE_SLOWER"),
     "another replica answers": (
         lambda: answered_by_another(run(LONG_B, TWO)),
         "INCONCLUSIVE BAD_INSTRUMENT | order(replica 2 answers envelope 100 of replica 1)"),
