@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from itertools import pairwise
-from statistics import median
 from typing import Final
 
 from ppstream.analysis.audits import audit_all
@@ -39,7 +38,7 @@ from ppstream.analysis.run_statistics import (
 )
 from ppstream.analysis.safety_counts import QueueMaxima, queue_maxima, safety_counts
 from ppstream.analysis.scores import Primary, compat, form_of, primary, resource_names
-from ppstream.analysis.segments import BRING_UP, SERVING, JudgedSpan, select_window
+from ppstream.analysis.segments import BRING_UP, IDLE_PERIODS, SERVING, JudgedSpan, select_window
 from ppstream.analysis.statements import Diagnosis, Model, in_ms, statements
 from ppstream.analysis.summary import figures, sentence
 from ppstream.analysis.thread_time import stage_cpu, unnamed
@@ -276,7 +275,7 @@ def _service(run: RunLog) -> ServiceReport | None:
         return None
     window = select_window(run, *SERVING)
     score = primary(window, resampled=False)
-    reasons = _service_reasons(run, ready)
+    reasons, lease_ns = _service_reasons(run, ready), _lease_ns(run)
     on_request = streams_on_request(run.config)
     found = [
         ledger._replace(is_on_request=ledger.stream in on_request)
@@ -292,12 +291,12 @@ def _service(run: RunLog) -> ServiceReport | None:
         drops=drops(run, ready),
         verdict=verdict if reasons else Verdict.PASS,
         reasons=reasons,
-        gaps=emit_gaps(ready, _lease_ns(run), run.first_waits_ns),
+        gaps=emit_gaps(ready, lease_ns, run.first_waits_ns),
         robots=run.robot_states,
         rule_counts=run.rule_counts,
         streams=tuple(ledger for ledger in found if ledger.holes is not None),
         requests=requests_of(run.config, ready),
-        chunks_per_s=_chunks_per_s(ready),
+        chunks_per_s=_chunks_per_s(ready, lease_ns),
         calls_by_rows=_calls_by_rows(run, ready),
     )
 
@@ -309,12 +308,18 @@ def _calls_by_rows(run: RunLog, ready: Iterable[Envelope]) -> dict[int, int] | N
     return {n: counts[n] for n in sorted(counts)} if set(counts) - {whole} else None
 
 
-def _chunks_per_s(ready: Iterable[Envelope]) -> float | None:
-    """The usual rate: times in which no robot was there count for nothing."""
+def _chunks_per_s(ready: Iterable[Envelope], lease_ns: int) -> float | None:
+    """The mean rate: times in which no robot was there count for nothing.
+
+    Those are gaps above a lease and far above the mean one. Chunks that come in bursts have long
+    gaps, too, but often.
+    """
     emits = sorted(e.tEmit for e in ready if e.is_emitted and e.tEmit is not None)
-    gaps_ns = [later - sooner for sooner, later in pairwise(emits)]
-    usual_ns = median(gaps_ns) if gaps_ns else 0
-    return 1e9 / usual_ns if usual_ns > 0 else None
+    gaps_ns = sorted(later - sooner for sooner, later in pairwise(emits))
+    lasted_ns = sum(gaps_ns)
+    while gaps_ns and gaps_ns[-1] > max(lease_ns, IDLE_PERIODS * lasted_ns / len(gaps_ns)):
+        lasted_ns -= gaps_ns.pop()
+    return len(gaps_ns) * 1e9 / lasted_ns if lasted_ns > 0 else None
 
 
 def _service_reasons(run: RunLog, ready: list[Envelope]) -> dict[str, str]:

@@ -47,7 +47,7 @@ class ServiceReport:
     streams: tuple[Ledger, ...] = ()
     rule_counts: RuleCounts | None = None  # ``actions`` in JSON
     requests: Requests | None = None  # of robots that ask; None: samples come by themselves
-    chunks_per_s: float | None = None  # usual rate of envelopes; None: fewer than two
+    chunks_per_s: float | None = None  # mean rate of envelopes; None: fewer than two
     calls_by_rows: dict[int, int] | None = None  # of the policy; None: all whole
 
 

@@ -151,6 +151,15 @@ def test_a_robot_s_own_account_of_its_longest_gap_counts_before_rank_0_s() -> No
     assert service["chunks_per_s"] == pytest.approx(25.0)  # the pause is no slower rate
 
 
+def test_rate_of_service_counts_chunks_that_come_in_bursts_and_no_time_without_a_robot() -> None:
+    golden = served(simulate(), period_ms=10)
+    ready = [line for line in golden.lines if line["phase"] == "ready"]
+    for number, line in enumerate(ready):
+        by_ms = number // 3 * 70 + (3_600_000 if number >= 100 else 0)
+        line |= {k: line[k] + ms(by_ms) for k in line if k[0] == "t" and k[1].isupper()}
+    assert judged(golden).figures[0].note.endswith("; 30.1 in service")
+
+
 def test_a_robot_that_held_longer_than_a_lease_comes_before_any_advice_on_speed() -> None:
     golden = served(simulate(), period_ms=40).set("config.actions", {"lease_ms": 300.0})
     state = {"kind": "robot_state", "session": 7, "t": 5, "chunk_gap_ns": ms(44)}
