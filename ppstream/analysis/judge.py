@@ -23,6 +23,7 @@ from ppstream.analysis.place_table import better_cut, place_rows
 from ppstream.analysis.records import ENVELOPES, TOTAL, Envelope, Json, RunLog
 from ppstream.analysis.requests import requests_of, streams_on_request
 from ppstream.analysis.robot_states import longest_held
+from ppstream.analysis.run_ends import failed_end
 from ppstream.analysis.run_report import OldestAction, PolicySeen, RunReport, ServiceReport
 from ppstream.analysis.run_statistics import (
     HARMLESS,
@@ -275,7 +276,8 @@ def _service(run: RunLog) -> ServiceReport | None:
         return None
     window = select_window(run, *SERVING)
     score = primary(window, resampled=False)
-    reasons, lease_ns = _service_reasons(run, ready), _lease_ns(run)
+    reasons = _service_reasons(run, ready)
+    lease_ns = _lease_ns(run)
     on_request = streams_on_request(run.config)
     found = [
         ledger._replace(is_on_request=ledger.stream in on_request)
@@ -325,6 +327,8 @@ def _chunks_per_s(ready: Iterable[Envelope], lease_ns: int) -> float | None:
 def _service_reasons(run: RunLog, ready: list[Envelope]) -> dict[str, str]:
     """Reasons against service, each with its sentence: one is a doubt, two are proof."""
     found: dict[str, str] = {}
+    if failed := failed_end(run):
+        found["SERVICE_ENDED"] = failed
     before, served = (
         [e for e in run.envelopes if e.phase in phases and e.mode == "throughput"]
         for phases in ((BRING_UP,), SERVING)
@@ -352,6 +356,10 @@ def _service_reasons(run: RunLog, ready: list[Envelope]) -> dict[str, str]:
     if len(lost) > DROPPED_MAX * len(ready):
         reasons = ", ".join(f"{lost.count(drop)} {drop}" for drop in dict.fromkeys(lost))
         found["SERVICE_DROPPED"] = f"{len(lost)} of {len(ready)} envelopes dropped: {reasons}"
+    oldest = _oldest(run)
+    if oldest is not None and oldest.is_too_old:
+        age, limit = in_ms(oldest.age_ns), in_ms(oldest.limit_ns or 0)
+        found["SERVICE_TOO_OLD"] = f"a robot executed an action {age} ms old, of {limit} ms allowed"
     return found
 
 

@@ -66,6 +66,10 @@ class OldestAction(NamedTuple):
     age_ns: int
     limit_ns: int | None
 
+    @property
+    def is_too_old(self) -> bool:
+        return self.limit_ns is not None and self.age_ns > self.limit_ns
+
     def __str__(self) -> str:
         limit = "" if self.limit_ns is None else f" of {self.limit_ns * MS:g}"
         return f"oldest action executed: {self.age_ns * MS:.1f} ms{limit}"

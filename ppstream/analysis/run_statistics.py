@@ -143,21 +143,21 @@ def first_faults(run: RunLog) -> list[FaultSeen]:
         fields, is_fault = event.fields, event.name == "fault"
         if not is_fault and event.name != "refused":
             continue
-        stage, kind = (_shown(fields.get(name)) for name in ("stage", "fault"))
-        key = (stage or "B", kind or "exception") if is_fault else ("C", _shown(fields.get("rule")))
+        stage, kind = (shown(fields.get(name)) for name in ("stage", "fault"))
+        key = (stage or "B", kind or "exception") if is_fault else ("C", shown(fields.get("rule")))
         seen = found.get(key)
         if seen is not None:
             found[key] = seen._replace(n=None if seen.n is None else seen.n + 1)
         elif len(found) < FAULTS_MAX:
             text = str(fields.get("text") or "").strip().rpartition("\n")[2]  # of older logs
-            what, place = _shown(fields.get("what") or text), _shown(fields.get("place"))
+            what, place = shown(fields.get("what") or text), shown(fields.get("place"))
             rank = fields.get("rank")
             n = 1 if is_fault else None
             found[key] = FaultSeen(*key, n, what, place, rank if type(rank) is int else 0)
     return list(found.values())
 
 
-def _shown(value: object) -> str:
+def shown(value: object) -> str:
     """Returns a log's own words, which may be anything, as text that can be shown."""
     return "" if value is None else printable(str(value), FAULT_CHARS, " ")
 

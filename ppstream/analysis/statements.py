@@ -11,6 +11,7 @@ from ppstream.analysis.period_model import Deeper, PipelineForm
 from ppstream.analysis.place_table import BetterCut, PlaceRow, held_hop
 from ppstream.analysis.replicas import pace_of, replica_sentences
 from ppstream.analysis.requests import Requests
+from ppstream.analysis.run_ends import end_sentences
 from ppstream.analysis.run_statistics import Spoilt, judged, usual_stages_ns, wait_share
 from ppstream.analysis.scores import (
     CEILING_MIN,
@@ -436,12 +437,7 @@ def _log(f: Diagnosis) -> Iterator[str]:
         if run.topology.is_chain:
             so = "rank 0's lines have the slowest place alone"
         yield f"no log file of rank {ranks}; {so}"
-    generations = sorted({e.generation for e in run.envelopes})
-    if len(generations) > 1:
-        yield (
-            f"{len(generations)} generations: the run was restarted; generation "
-            f"{window.generation} is judged"
-        )
+    yield from end_sentences(run, window)
     if window.perturbed and window.n:
         yield f"{window.perturbed} envelopes under a profiler or fault hook left out"
     unchecked = {n: a for n, a in f.evidence.audits.items() if a.ok is None and a.note}

@@ -128,9 +128,11 @@ REASONS: Final[Mapping[str, tuple[str, str, str]]] = {
     ),
     "PERIOD_BUDGET": (RELEASE, "its chunks come too seldom", "shorten the stage that limits it"),
     "LATENCY_BUDGET": (RELEASE, "its actions come too late", "shorten the stages, or lower D_in"),
+    "SERVICE_ENDED": (SERVICE, "", "do what runbooks/exit-codes.md says of that code"),
     "SERVICE_SLOWER": (SERVICE, "", "find what the service does and bring-up does not"),
     "SERVICE_HELD": (SERVICE, "", "see in the report how long it had no new chunk, and why"),
     "SERVICE_DROPPED": (SERVICE, "", "remove the reason that most of them name"),
+    "SERVICE_TOO_OLD": (SERVICE, "", "have that robot drop actions by its clock before it acts"),
 }
 
 
@@ -336,7 +338,7 @@ def _age_figure(report: RunReport) -> Figure:
     if report.age is not None and oldest is not None:
         limit = "" if oldest.limit_ns is None else f" of {in_ms(oldest.limit_ns)} allowed"
         note += f"; oldest executed {in_ms(oldest.age_ns)}{limit}"
-        is_bad = oldest.limit_ns is not None and oldest.age_ns > oldest.limit_ns
+        is_bad = oldest.is_too_old
     return Figure("age", f"{in_ms(found.p50_ns)} / {in_ms(tail)} ms", note, is_bad)
 
 

@@ -245,6 +245,11 @@ TABLE: dict[str, Case] = {
         "PASS"),
     "service drops": (lambda: served(stages()).put(at=slice(330, None, 5), drop="expired"),
         "INCONCLUSIVE SERVICE_DROPPED", {"says": "24 of 120 envelopes dropped: 24 expired"}),
+    "an old action": (lambda: served(stages()).set("config.actions", {"max_age_ms": 90})
+            .tell(*chunks([(ms(40), 5, ms(700)), (ms(40), 5, ms(80))])),
+        "INCONCLUSIVE SERVICE_TOO_OLD", {"says": "executed an action 700 ms old, of 90.0 ms"}),
+    "no old action": (lambda: served(stages()).set("config.actions", {"max_age_ms": 90})
+            .tell(*chunks([(ms(40), 5, ms(90))])), "PASS"),
     "unsafe, and held": (lambda: (served(stages()).put(at=slice(30, 31), outstanding_max=3)
             .tell(robot(held_ns=ms(1000)))), "FAIL QUEUE_BOUND SERVICE_HELD"),
     # ---- safety counts ---------------------------------------------------------------------------

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from faulty_runs import served
 from golden_runs import chain, ms, simulate, stages
 from judging import broken, judged, overlap, period_ms, published
 from live_pipeline import run_live
@@ -14,7 +15,7 @@ from ppstream.analysis.judge import judge
 from ppstream.analysis.log_parser import parse_run
 from ppstream.analysis.period_model import PipelineForm
 from ppstream.analysis.verdict import Verdict
-from ppstream.core.errors import LogError
+from ppstream.core.errors import ExitCode, LogError
 from ppstream.report.series import latency_parts
 
 
@@ -83,6 +84,50 @@ def test_exit_code_of_a_refused_gate_contradicts_a_pass(
     report = judge(replace(run, exits=ends))
     assert report.verdict is verdict
     assert ("CONTRADICTED" in report.reasons) is (verdict is Verdict.INCONCLUSIVE)
+
+
+def ended(code: int, reason: str, generation: int = 0) -> dict[str, Any]:
+    return {"code": code, "name": ExitCode(code).name, "reason": reason, "generation": generation}
+
+
+DRAINED, LOST = ended(0, "asked to stop"), ended(20, "rank 1 was silent")
+STUCK, LEFT = ended(21, "thread A stands still"), ended(1, "the other rank left with 21 WATCHDOG")
+
+
+@pytest.mark.parametrize(
+    ("ends", "said"),
+    [
+        ({"0": DRAINED, "1": DRAINED}, None),
+        ({"0": DRAINED, "1": ended(30, "the gate refused")}, None),
+        ({"0": LOST}, "rank 0 ended with 20 PEER_LOST: rank 1 was silent"),
+        ({"0": LOST, "1": STUCK}, "rank 1 ended with 21 WATCHDOG: thread A stands still"),
+        ({"0": LEFT, "1": STUCK}, "rank 1 ended with 21 WATCHDOG: thread A stands still"),
+        ({"0": ended(0, "", 1), "1": STUCK}, None),  # the start behind it has drained
+        ({"0": ended(11, "no weights", 1), "1": STUCK}, "rank 0 ended with 11 CONFIG: no weights"),
+        ({"0": {"code": "x"}, "1": 3}, None),
+    ],
+)
+def test_a_failure_in_service_is_told_and_does_not_pass(
+    ends: dict[str, Any], said: str | None
+) -> None:
+    report = judge(replace(served(stages()).parse(), exits=ends, finished=True))
+    if said is None:
+        assert (report.verdict, report.reasons) == (Verdict.PASS, [])
+    else:
+        assert (report.verdict, report.reasons) == (Verdict.INCONCLUSIVE, ["SERVICE_ENDED"])
+        assert f"bring-up passed, then {said} (SERVICE_ENDED)" in report.sentence
+        assert f"service: {said}" in report.statements[0]
+
+
+def test_a_failure_before_service_is_told_and_so_is_a_run_without_an_end() -> None:
+    before = judge(replace(simulate().parse(), exits={"0": LOST}))
+    assert "rank 0 ended with 20 PEER_LOST: rank 1 was silent" in before.statements
+    unfinished = "run.json has no end of this run: it is still running, or was killed"
+    assert unfinished not in before.statements  # where the gate judges, all are so
+    run = served(stages()).parse()
+    assert unfinished in judge(run).statements
+    assert judge(run).verdict is Verdict.PASS
+    assert unfinished not in judge(replace(run, finished=True)).statements
 
 
 PLACED = {"placement": {"policy": ["cpu", "cpu"], "parts": [1, 2]}, "pipeline": {"d_in": 3}}

@@ -27,6 +27,7 @@ def complete() -> GoldenRun:
         line |= {k: v + ms(10_000) for k, v in line.items() if k[0] == "t" and k[1].isupper()}
     run.lines += ready.lines
     run.policy_lines += ready.policy_lines
+    run.manifest["finished_utc"] = "2025-01-01T00:01:00Z"
     run.extra += [{"kind": "robot", "seq": k, "age_ns": ms(30 + k % 7)} for k in range(1200)]
     return on_gpus(run)
 

@@ -1,0 +1,58 @@
+"""Ends of a run: the ranks' own, from ``exit.json``, and starts behind them. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Final
+
+from ppstream.analysis.records import RunLog
+from ppstream.analysis.run_statistics import shown
+from ppstream.analysis.segments import SERVING, JudgedSpan
+from ppstream.core.errors import OTHER_LEFT, ExitCode
+
+#: No failures of a rank: the verdict itself tells of those of the gate.
+AS_ASKED: Final = (ExitCode.DRAINED, ExitCode.GATE_FAIL, ExitCode.GATE_INCONCLUSIVE)
+
+
+def failed_end(run: RunLog) -> str:
+    """The rank that failed first in the newest generation, and how; empty: none did.
+
+    A rank that left because of another is named only where no other is known to have failed.
+    """
+    known = {rank: end for rank, end in run.exits.items() if isinstance(end, Mapping)}
+    ends = {rank: end for rank, end in known.items() if isinstance(end.get("code"), int)}
+    newest = max((e.generation for e in run.envelopes), default=0)
+    starts = {rank: _generation(end, newest) for rank, end in ends.items()}
+    newest = max([newest, *starts.values()])
+    failed = [r for r, end in ends.items() if starts[r] == newest and end["code"] not in AS_ASKED]
+    if not failed:
+        return ""
+    rank = min(failed, key=lambda rank: _is_another_s(ends[rank]))  # the first of equals
+    code, name, reason = (shown(ends[rank].get(field)) for field in ("code", "name", "reason"))
+    return f"rank {shown(rank)} ended with {code} {name}: {reason}"
+
+
+def end_sentences(run: RunLog, window: JudgedSpan) -> Iterator[str]:
+    """Yields what the log tells of starts and ends; of service a reason of the verdict tells it."""
+    generations = sorted({e.generation for e in run.envelopes})
+    if len(generations) > 1:
+        yield (
+            f"{len(generations)} generations: the run was restarted; generation "
+            f"{window.generation} is judged"
+        )
+    has_served = any(e.phase in SERVING for e in run.envelopes)
+    if has_served and not run.finished:
+        yield "run.json has no end of this run: it is still running, or was killed"
+    if not has_served and (failed := failed_end(run)):
+        yield failed
+
+
+def _generation(end: Mapping[str, object], newest: int) -> int:
+    """The start that ended so; older logs do not tell."""
+    found = end.get("generation")
+    return found if isinstance(found, int) else newest
+
+
+def _is_another_s(end: Mapping[str, object]) -> bool:
+    is_lost = end["code"] == ExitCode.PEER_LOST
+    return is_lost or str(end.get("reason")).startswith(OTHER_LEFT)
