@@ -7,14 +7,16 @@ side it cannot know that, and says so.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import NormalDist
 from typing import Final, NamedTuple
 
 from ppstream.analysis.bootstrap import BLOCK, RESAMPLES, SEED, TAIL, Row, block_length, block_sums
 from ppstream.analysis.records import Json, RunLog
-from ppstream.analysis.run_report import RunReport
+from ppstream.analysis.run_report import DIGITS, RunReport
 from ppstream.analysis.scores import between
 from ppstream.analysis.segments import JudgedSpan
 from ppstream.core.errors import CompareError
@@ -30,6 +32,7 @@ ASIDE: Final = ("name", "log", "liveness", "service", "demo", "bringup", "gatewa
 #: Two machines of one kind, or one after an update, may be compared; it is said, though.
 SOFT_HARDWARE: Final = ("host", "kernel")
 FILES: Final = ("policy.weights", "bringup.recording")  # where a file lies is no difference
+DIGEST: Final = "sha256 of weights"  # where both sides have it, the file's name is none either
 
 SEVERAL: Final = 3  # runs a side from which an interval can cover more than one start
 REFUSALS_MAX: Final = 12  # lines of a refusal; more of them say no more
@@ -130,7 +133,7 @@ def _unfair(a: Side, b: Side) -> Iterator[str]:
         for run, report in side.runs:
             for key, mine, theirs in _changed(_settings(side.runs[0][0]), _settings(run)):
                 yield f"{key}: {mine!r} and {theirs!r} within {side.name}"
-            for key, mine, theirs in _changed(first, _matters(run, report)):
+            for key, mine, theirs in _apart(first, _matters(run, report)):
                 yield f"{key}: {mine!r} in {a.name}, {theirs!r} in {side.name} ({report.run_id})"
 
 
@@ -139,10 +142,17 @@ def _matters(run: RunLog, report: RunReport) -> dict[str, object]:
     kept = {k: v for k, v in _flat(run.config).items() if _is_within(k, WORKLOAD)}
     kept |= {k: str(kept[k]).rpartition("/")[2] for k in FILES if k in kept}
     kept |= {k: v for k, v in _hardware(run).items() if k.rpartition(".")[2] not in SOFT_HARDWARE}
+    kept[DIGEST] = str(run.manifest.get("weights_sha256") or "")[:DIGITS]
     kept["world size"] = run.topology.world_size
     kept["judged phase"] = ", ".join(sorted(str(phase) for phase in report.window.phases))
     kept["pacing"] = ", ".join(sorted({str(e.pacing) for e in report.window.emitted}))
     return kept
+
+
+def _apart(a: Json, b: Json) -> Iterator[tuple[str, object, object]]:
+    """Yields what matters and differs; of the weights the name counts where a digest is missing."""
+    aside = FILES[0] if a[DIGEST] and b[DIGEST] else DIGEST
+    return (found for found in _changed(a, b) if found[0] != aside)
 
 
 def _is_within(key: str, parts: Sequence[str]) -> bool:
@@ -234,12 +244,29 @@ def _differences_of(
     blocks = [[_blocks(run) for run in side] for side in (b, a)]
     drawn = [[_resampled(side, source) for side in blocks] for _ in range(RESAMPLES)]
     whole = [_total([row for run in side for part in run for row in part]) for side in (a, b)]
+    wider = _wider(len(a), len(b))
     for name, at in quantities.items():
         changes = sorted((b[at] / b[0]) / (a[at] / a[0]) - 1 for b, a in drawn)
         last = len(changes) - 1
         low, high = changes[round(TAIL * last)], changes[round((1 - TAIL) * last)]
         first, second = (row[at] / row[0] for row in whole)
-        yield Difference(name, first / 1e6, second / 1e6, second / first - 1, low, high)
+        change = second / first - 1
+        low, high = (change + wider * (end - change) for end in (low, high))
+        yield Difference(name, first / 1e6, second / 1e6, change, low, high)
+
+
+def _wider(a: int, b: int) -> float:
+    """By this factor resamples of so few runs a side scatter too little for a 95 % interval.
+
+    Their spread is that of ``k`` runs, not of ``k - 1``, and Student's t is wider than the normal.
+    """
+    k, df = min(a, b), a + b - 2
+    if k < SEVERAL:
+        return 1.0
+    z = NormalDist().inv_cdf(1 - TAIL)
+    t = z + (z**3 + z) / (4 * df) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * df**2)
+    t += (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * df**3)
+    return t / z * math.sqrt(k / (k - 1))
 
 
 class _Blocks(NamedTuple):

@@ -93,6 +93,30 @@ def test_several_runs_a_side_widen_the_interval_by_how_they_differ(tmp_path: Pat
     assert "from one start to the next" in comparison_text(alone)
 
 
+@pytest.mark.parametrize(("apart", "is_shown"), [(0.15, False), (0.5, True)])
+def test_few_runs_a_side_show_only_what_their_own_spread_cannot_be(
+    apart: float, is_shown: bool, tmp_path: Path
+) -> None:
+    """By Student's t of the six means: 1.8 and 6.1, where 2.8 is needed."""
+    for side, first in (("a", 10.0), ("b", 10.0 + apart)):
+        for k in range(3):
+            run = simulate(stages(b=first + 0.1 * k), n=160).set("run_id", f"{side}{k}")
+            run.write(tmp_path / side / f"{k}")
+    found = compare_folders(tmp_path / "a", tmp_path / "b").differences[0]
+    assert found.is_shown is is_shown
+
+
+def test_weights_are_the_same_by_their_digest_and_without_one_by_their_name(tmp_path: Path) -> None:
+    one, other, unknown = golden(), golden(seed=2), golden(seed=3)
+    one.manifest["weights_sha256"], other.manifest["weights_sha256"] = "a" * 64, "b" * 64
+    said = refusal(tmp_path / "1", one, other)
+    assert "sha256 of weights: 'aaaaaaaaaaaa' in before, 'bbbbbbbbbbbb' in after" in said
+    assert compare_folders(*both(tmp_path / "2", one, unknown)).knobs == ()
+    other.manifest["weights_sha256"] = "a" * 64
+    change("config.policy.weights", "/here/copy.safetensors")(other.manifest)
+    assert compare_folders(*both(tmp_path / "3", one, other)).knobs == ()
+
+
 def change(path: str, value: object) -> Callable[[dict[str, Any]], None]:
     def apply(manifest: dict[str, Any]) -> None:
         *tables, key = path.split(".")
