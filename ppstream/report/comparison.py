@@ -32,6 +32,11 @@ def comparison_text(found: Comparison) -> str:
     texts = [f"{runs} run{'s' * (runs > 1)}, {n} envelopes" for runs, n in counts]
     lines += ["", f"A {found.a.name}: {texts[0]}", f"B {found.b.name}: {texts[1]}"]
     lines += [f"set differently: {knob}" for knob in found.knobs]
+    cold = [
+        r.run_id for side in (found.a, found.b) for _, r in side.runs if "NOT_WARM" in r.reasons
+    ]
+    if cold:
+        lines.append(f"the period never became steady (NOT_WARM) in {', '.join(cold)}")
     if min(runs for runs, _ in counts) < SEVERAL:
         lines += [
             "the interval covers what varies within these runs, not from one start to the next:",

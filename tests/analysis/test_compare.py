@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from faulty_runs import unsettled
 from golden_runs import GoldenRun, jittered, simulate, stages
 
 from ppstream.analysis.period_model import PipelineForm
@@ -208,6 +209,12 @@ def test_a_log_that_contradicts_itself_is_not_compared(tmp_path: Path) -> None:
     said = refusal(tmp_path, golden(), lying)
     assert "BAD_INSTRUMENT" in said
     assert "are wrong" in said
+
+
+def test_a_run_whose_period_never_became_steady_is_named(tmp_path: Path) -> None:
+    found = compare_folders(*both(tmp_path, simulate(), unsettled().set("run_id", "cold")))
+    assert "never became steady (NOT_WARM) in cold" in comparison_text(found)
+    assert "NOT_WARM" not in comparison_text(compare_folders(*[tmp_path / "before"] * 2))
 
 
 def test_too_short_a_run_is_not_compared(tmp_path: Path) -> None:

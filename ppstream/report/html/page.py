@@ -138,7 +138,7 @@ def _sections(run: RunLog, report: RunReport) -> Iterator[str]:
     if report.service is not None:
         yield _section(
             "Service",
-            "Here the input sets the period: described, not judged.",
+            "No overlap is asked; failures, slower stages, holds and drops count against the run.",
             service_table(report.service),
         )
     yield _section(

@@ -323,3 +323,7 @@ def test_sections_are_whole_and_legible_on_paper(browser: Browser, tmp_path: Pat
     assert browser.evaluate("document.documentElement.scrollWidth <= innerWidth")
     assert browser.evaluate(TALL) <= height  # so none is torn between two pages
     assert browser.evaluate(SMALL_TEXT.replace("LIMIT", str(SMALLEST_PX))) == []
+
+
+def test_service_is_said_to_count_against_the_run() -> None:
+    assert "slower stages, holds and drops count against the run" in page(complete())
