@@ -27,7 +27,7 @@ def failed_end(run: RunLog) -> str:
     failed = [r for r, end in ends.items() if starts[r] == newest and end["code"] not in AS_ASKED]
     if not failed:
         return ""
-    rank = min(failed, key=lambda rank: _is_another_s(ends[rank]))  # the first of equals
+    rank = min(failed, key=lambda rank: _by_another(ends[rank]))  # the first of equals
     code, name, reason = (shown(ends[rank].get(field)) for field in ("code", "name", "reason"))
     return f"rank {shown(rank)} ended with {code} {name}: {reason}"
 
@@ -53,6 +53,6 @@ def _generation(end: Mapping[str, object], newest: int) -> int:
     return found if isinstance(found, int) else newest
 
 
-def _is_another_s(end: Mapping[str, object]) -> bool:
-    is_lost = end["code"] == ExitCode.PEER_LOST
-    return is_lost or str(end.get("reason")).startswith(OTHER_LEFT)
+def _by_another(end: Mapping[str, object]) -> tuple[bool, bool]:
+    """Sorts behind a failure of its own who lost a rank, and behind that who was told of it."""
+    return str(end.get("reason")).startswith(OTHER_LEFT), end["code"] == ExitCode.PEER_LOST

@@ -90,6 +90,7 @@ def ended(code: int, reason: str, generation: int = 0) -> dict[str, Any]:
     return {"code": code, "name": ExitCode(code).name, "reason": reason, "generation": generation}
 
 
+TOLD = ended(20, "the other rank left with 20 PEER_LOST: rank 1 was silent")
 DRAINED, LOST = ended(0, "asked to stop"), ended(20, "rank 1 was silent")
 STUCK, LEFT = ended(21, "thread A stands still"), ended(1, "the other rank left with 21 WATCHDOG")
 
@@ -101,6 +102,7 @@ STUCK, LEFT = ended(21, "thread A stands still"), ended(1, "the other rank left 
         ({"0": DRAINED, "1": ended(30, "the gate refused")}, None),
         ({"0": LOST}, "rank 0 ended with 20 PEER_LOST: rank 1 was silent"),
         ({"0": LOST, "1": STUCK}, "rank 1 ended with 21 WATCHDOG: thread A stands still"),
+        ({"2": TOLD, "0": LOST}, "rank 0 ended with 20 PEER_LOST: rank 1 was silent"),
         ({"0": LEFT, "1": STUCK}, "rank 1 ended with 21 WATCHDOG: thread A stands still"),
         ({"0": ended(0, "", 1), "1": STUCK}, None),  # the start behind it has drained
         ({"0": ended(11, "no weights", 1), "1": STUCK}, "rank 0 ended with 11 CONFIG: no weights"),
