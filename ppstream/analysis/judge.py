@@ -24,7 +24,13 @@ from ppstream.analysis.records import ENVELOPES, TOTAL, Envelope, Json, RunLog
 from ppstream.analysis.requests import requests_of, streams_on_request
 from ppstream.analysis.robot_states import longest_held
 from ppstream.analysis.run_ends import failed_end
-from ppstream.analysis.run_report import OldestAction, PolicySeen, RunReport, ServiceReport
+from ppstream.analysis.run_report import (
+    OldestAction,
+    PolicySeen,
+    RobotChunks,
+    RunReport,
+    ServiceReport,
+)
 from ppstream.analysis.run_statistics import (
     HARMLESS,
     critical_path,
@@ -65,6 +71,7 @@ SLOWER_NS: Final = 1_000_000  # and at least so much more
 COMPARED_MIN: Final = 5  # envelopes of each: a slow service has few
 HELD_MAX: Final = 0.10  # of the service, by one robot in all its sessions
 DROPPED_MAX: Final = 0.10  # of its envelopes
+LATE_MAX: Final = 0.10  # of the chunks that robots received
 
 
 def judge(
@@ -113,6 +120,7 @@ def _report(findings: Diagnosis, queues: QueueMaxima, service: ServiceReport | N
         pick_up=quantiles(pick_ups_ns(window)),
         age=quantiles(run.ages_ns),
         oldest=_oldest(run),
+        chunks=_chunks(run),
         model=findings.model,
         queues=queues,
         critical_path=findings.critical_path,
@@ -177,12 +185,23 @@ def _findings(
 
 
 def _oldest(run: RunLog) -> OldestAction | None:
-    if run.oldest_ns is None:
+    return None if run.oldest_ns is None else OldestAction(run.oldest_ns, _age_limit_ns(run))
+
+
+def _chunks(run: RunLog) -> RobotChunks | None:
+    if not run.ages_ns and not run.unexecuted_ages_ns:
         return None
+    limit_ns = _age_limit_ns(run)
+    late_ns = [ns for ns in run.unexecuted_ages_ns if limit_ns is not None and ns > limit_ns]
+    counts = len(run.ages_ns), len(run.unexecuted_ages_ns)
+    return RobotChunks(*counts, quantiles(late_ns), limit_ns)
+
+
+def _age_limit_ns(run: RunLog) -> int | None:
+    """No robot executes an older action; None: nobody says."""
     table = _mapping(run.config.get("actions"))
     limit_ms = table.get("max_age_ms") or table.get("lease_ms")
-    limit_ns = round(limit_ms * 1e6) if isinstance(limit_ms, int | float) else None
-    return OldestAction(run.oldest_ns, limit_ns)
+    return round(limit_ms * 1e6) if isinstance(limit_ms, int | float) else None
 
 
 def _gate(run: RunLog, profile: str, budgets_ns: tuple[int | None, int | None]) -> Gate:
@@ -356,7 +375,9 @@ def _service_reasons(run: RunLog, ready: list[Envelope]) -> dict[str, str]:
     if len(lost) > DROPPED_MAX * len(ready):
         reasons = ", ".join(f"{lost.count(drop)} {drop}" for drop in dict.fromkeys(lost))
         found["SERVICE_DROPPED"] = f"{len(lost)} of {len(ready)} envelopes dropped: {reasons}"
-    oldest = _oldest(run)
+    oldest, chunks = _oldest(run), _chunks(run)
+    if chunks is not None and chunks.late_share > LATE_MAX:
+        found["SERVICE_LATE"] = str(chunks)
     if oldest is not None and oldest.is_too_old:
         age, limit = in_ms(oldest.age_ns), in_ms(oldest.limit_ns or 0)
         found["SERVICE_TOO_OLD"] = f"a robot executed an action {age} ms old, of {limit} ms allowed"

@@ -91,6 +91,7 @@ def parse_run(
         events=tuple(found.events),
         members={rank: tuple(lines) for rank, lines in found.members.items()},
         ages_ns=tuple(found.ages_ns),
+        unexecuted_ages_ns=tuple(found.unexecuted_ages_ns),
         oldest_ns=found.oldest_ns or None,
         standalone=_standalone(manifest, "standalone"),
         standalone_after=_standalone(manifest, "standalone_after"),
@@ -122,6 +123,7 @@ class _Sorted:
         self.members: dict[int, list[PolicyLine]] = {rank: [] for rank in topology.members}
         self.events: list[LogEvent] = []
         self.ages_ns: list[int] = []
+        self.unexecuted_ages_ns: list[int] = []
         self.oldest_ns = 0
         self.ledgers: dict[tuple[int, str], Ledger] = {}
         self.books: list[EnvelopeLedger] = []
@@ -176,8 +178,9 @@ class _Sorted:
         if any(ns is not None and not 0 <= ns <= AGE_MAX_NS for ns in (age_ns, oldest_ns)):
             self.unbelievable += 1
             return
-        if age_ns is not None and line.fields.get("executed") != 0:  # else it has no such age
-            self.ages_ns.append(age_ns)
+        if age_ns is not None:
+            is_executed = line.fields.get("executed") != 0
+            (self.ages_ns if is_executed else self.unexecuted_ages_ns).append(age_ns)
         self.oldest_ns = max(self.oldest_ns, oldest_ns or 0)
 
     def _robot_state(self, line: LogLine) -> None:

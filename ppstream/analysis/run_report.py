@@ -75,6 +75,27 @@ class OldestAction(NamedTuple):
         return f"oldest action executed: {self.age_ns * MS:.1f} ms{limit}"
 
 
+class RobotChunks(NamedTuple):
+    """Chunks by what robots did with them."""
+
+    executed: int
+    unexecuted: int
+    late: Quantiles | None  # ages of the unexecuted that a robot received beyond ``limit_ns``
+    limit_ns: int | None
+
+    @property
+    def late_share(self) -> float:
+        return 0.0 if self.late is None else self.late.count / (self.executed + self.unexecuted)
+
+    def __str__(self) -> str:
+        text = f"robots executed {self.executed} of {self.executed + self.unexecuted} chunks"
+        if self.late is None:
+            return text
+        age_ms, limit_ms = self.late.p50_ns * MS, (self.limit_ns or 0) * MS
+        late = f"{self.late.count} came too late, {age_ms:.1f} ms old (p50) of {limit_ms:g} allowed"
+        return f"{text}; {late}"
+
+
 class PolicySeen(NamedTuple):
     """The policy that a run was asked for, and the file of its weights."""
 
@@ -107,6 +128,7 @@ class RunReport:
     pick_up: Quantiles | None  # of it, behind the end of C on a device
     age: Quantiles | None  # measured by the robots; None without them
     oldest: OldestAction | None
+    chunks: RobotChunks | None  # None: no robot reported one
     model: Model | None
     queues: QueueMaxima
     critical_path: dict[str, dict[str, float]]

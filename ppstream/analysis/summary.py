@@ -20,7 +20,8 @@ from ppstream.analysis.verdict import ACCEPTABLE
 #: Reasons that a busy machine gives.
 SLOWED: Final = frozenset(
     {"CONTENDED", "DROPPED", "EXPIRED", "LOW_OVERLAP", "NOTHING_TO_HIDE", "NOT_WARM"}
-    | {"SERVICE_DROPPED", "SERVICE_HELD", "SERVICE_SLOWER", "TOO_FEW", "UNNAMED_TIME"}
+    | {"SERVICE_DROPPED", "SERVICE_HELD", "SERVICE_LATE", "SERVICE_SLOWER"}
+    | {"TOO_FEW", "UNNAMED_TIME"}
 )
 OTHERS_MIN: Final = 0.5  # CPUs that other programs take: a busy machine
 OLDER_NS: Final = 10_000  # of actions: less is not worth a word
@@ -132,6 +133,7 @@ REASONS: Final[Mapping[str, tuple[str, str, str]]] = {
     "SERVICE_SLOWER": (SERVICE, "", "find what the service does and bring-up does not"),
     "SERVICE_HELD": (SERVICE, "", "see in the report how long it had no new chunk, and why"),
     "SERVICE_DROPPED": (SERVICE, "", "remove the reason that most of them name"),
+    "SERVICE_LATE": (SERVICE, "", "see in runbooks/stale-actions.md what makes them late"),
     "SERVICE_TOO_OLD": (SERVICE, "", "have that robot drop actions by its clock before it acts"),
 }
 
@@ -323,22 +325,29 @@ def _rate_figure(report: RunReport) -> Figure:
 
 def _age_figure(report: RunReport) -> Figure:
     """By the robots' clocks where they measure it, else rank 0's part of it."""
-    service = report.service
+    service, chunks = report.service, report.chunks
     found = report.age
     where = "at the robot"
-    if found is None:
+    late = None if chunks is None else chunks.late
+    if found is None and late is not None:
+        found, where = late, "at the robot's receipt"
+    elif found is None:
         found = report.latency if service is None or service.latency is None else service.latency
-        where = "from window to actions on rank 0 (latency); no robot measured its own"
+        where = "from window to actions on rank 0 (latency)"
+    if chunks is None:
+        where += "; no robot measured its own"
+    elif late is not None or report.age is None:
+        where += f"; {chunks}"
     if found is None:
         return Figure("age", "unknown", "no chunk came through")
     p99_ns = found.reported_p99_ns
     tail, name = (found.max_ns, "max") if p99_ns is None else (p99_ns, "p99")
     note = f"p50 and {name} {where}"
-    oldest, is_bad = report.oldest, False
+    oldest, is_bad = report.oldest, "SERVICE_LATE" in report.reasons
     if report.age is not None and oldest is not None:
         limit = "" if oldest.limit_ns is None else f" of {in_ms(oldest.limit_ns)} allowed"
         note += f"; oldest executed {in_ms(oldest.age_ns)}{limit}"
-        is_bad = oldest.is_too_old
+        is_bad |= oldest.is_too_old
     return Figure("age", f"{in_ms(found.p50_ns)} / {in_ms(tail)} ms", note, is_bad)
 
 

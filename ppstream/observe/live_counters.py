@@ -158,6 +158,12 @@ class Rank0Counters(LiveCounters):
         self._rows = np.concatenate((*labelled, *map(self.histograms.rows, SPANS)))
         self._emit_before = (np.nan, np.nan)  # epoch, tEmit
 
+    def line(self, line: Mapping[str, Any]) -> None:
+        super().line(line)
+        if line["kind"] == "robot" and not line["executed"] and line["age_ns"] > self._lease_ns:
+            with self._counting:
+                self.misses += 1  # in time on leaving, late on arrival
+
     def _count(
         self,
         records: list[EnvelopeRecord],

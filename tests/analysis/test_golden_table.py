@@ -250,6 +250,12 @@ TABLE: dict[str, Case] = {
         "INCONCLUSIVE SERVICE_TOO_OLD", {"says": "executed an action 700 ms old, of 90.0 ms"}),
     "no old action": (lambda: served(stages()).set("config.actions", {"max_age_ms": 90})
             .tell(*chunks([(ms(40), 5, ms(90))])), "PASS"),
+    "late chunks": (lambda: served(stages()).set("config.actions", {"lease_ms": 90.0})
+            .tell(*chunks([(ms(98), 0, 0)] * 11 + [(ms(40), 0, 0)] * 9 + [(ms(40), 1, 0)] * 80)),
+        "INCONCLUSIVE SERVICE_LATE", {"age_ms.max": 40,
+            "says": "80 of 100 chunks; 11 came too late, 98.0 ms old (p50) of 90 allowed"}),
+    "few late chunks": (lambda: served(stages()).set("config.actions", {"lease_ms": 90.0})
+            .tell(*chunks([(ms(98), 0, 0)] * 10 + [(ms(40), 1, ms(41))] * 90)), "PASS"),
     "unsafe, and held": (lambda: (served(stages()).put(at=slice(30, 31), outstanding_max=3)
             .tell(robot(held_ns=ms(1000)))), "FAIL QUEUE_BOUND SERVICE_HELD"),
     # ---- safety counts ---------------------------------------------------------------------------

@@ -211,6 +211,23 @@ def test_figures_are_those_of_the_report() -> None:
     assert not any(figure.is_bad for figure in shown.values())
 
 
+@pytest.mark.parametrize(
+    ("age_ms", "value", "note", "is_bad"),
+    [
+        (98, "98.0 / 98.0 ms", "p50 and max at the robot's receipt; robots executed 0 of 9", True),
+        (40, "49.0 / 49.0 ms", "rank 0 (latency); robots executed 0 of 9 chunks", False),
+    ],
+)
+def test_a_robot_that_executed_no_chunk_has_said_so(
+    age_ms: float, value: str, note: str, is_bad: bool
+) -> None:
+    golden = served(simulate(), period_ms=40).set("config.actions", {"lease_ms": 90.0})
+    golden.tell(*({"kind": "robot", "age_ns": ms(age_ms), "executed": 0} for _ in range(9)))
+    figure = judged(golden).figures[1]
+    assert (figure.value, figure.is_bad) == (value, is_bad)
+    assert note in figure.note
+
+
 def test_a_robot_that_waited_for_its_first_chunk_is_no_outage_that_vanishes() -> None:
     """It cannot tell of it itself: it measures from one chunk to the next."""
     golden = served(simulate(), period_ms=40)

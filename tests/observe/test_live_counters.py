@@ -180,6 +180,13 @@ def test_late_and_expired_envelopes_are_deadline_misses():
     assert (expired.misses, expired.drops) == (1, {"expired": 1})
 
 
+def test_chunks_that_reach_a_robot_past_their_lease_are_deadline_misses():
+    tally = Rank0Counters(LEASE_NS)
+    for executed, age_ns in ((0, LEASE_NS), (0, LEASE_NS + 1), (2, LEASE_NS + 1)):
+        tally.line({"kind": "robot", "executed": executed, "age_ns": age_ns})
+    assert tally.misses == 1
+
+
 def test_dropped_envelope_has_no_latency():
     tally = counted([envelope(0, drop="stale", eC_ns=9)])
     assert [sums_ns(tally, family) for family in ("latency", "emit_age")] == [{}, {}]
