@@ -33,10 +33,10 @@ from ppstream.analysis.run_report import (
 )
 from ppstream.analysis.run_statistics import (
     HARMLESS,
+    chunk_gaps,
     critical_path,
     deadlines,
     drops,
-    emit_gaps,
     first_faults,
     latencies_ns,
     pick_ups_ns,
@@ -312,7 +312,7 @@ def _service(run: RunLog) -> ServiceReport | None:
         drops=drops(run, ready),
         verdict=verdict if reasons else Verdict.PASS,
         reasons=reasons,
-        gaps=emit_gaps(ready, lease_ns, run.first_waits_ns),
+        gaps=chunk_gaps(run, ready, lease_ns),
         robots=run.robot_states,
         rule_counts=run.rule_counts,
         streams=tuple(ledger for ledger in found if ledger.holes is not None),

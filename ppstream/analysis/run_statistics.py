@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from itertools import pairwise
 from statistics import median
 from typing import Final, NamedTuple
 
 from ppstream.analysis.places import stage_b_ns
 from ppstream.analysis.records import ENVELOPES, TOTAL, Envelope, Ledger, RunLog
+from ppstream.analysis.requests import is_on_request
 from ppstream.analysis.scores import between, stage_a_ns, stage_c_ns
 from ppstream.analysis.segments import ALONE, JudgedSpan
 from ppstream.core.errors import printable
@@ -217,7 +218,11 @@ def usual_stages_ns(envelopes: Iterable[Envelope]) -> dict[str, float]:
 
 
 class ChunkGaps(NamedTuple):
-    """Times without a new chunk, by rank 0's emits in service."""
+    """Times without a new chunk in service: robots' own, else those between rank 0's emits.
+
+    Of robots that ask for their chunks only the waits for their first ones: they pause as they
+    like.
+    """
 
     longest_ns: int
     above: int  # so many were longer than ``limit_ns``
@@ -225,19 +230,18 @@ class ChunkGaps(NamedTuple):
     first_ns: int = 0  # the longest wait of a robot for its first one
 
 
-def emit_gaps(
-    envelopes: Iterable[Envelope], limit_ns: int, first_waits_ns: Sequence[int] = ()
-) -> ChunkGaps | None:
-    """Between every two emits that follow each other, whatever happened meanwhile.
+def chunk_gaps(run: RunLog, served: Iterable[Envelope], limit_ns: int) -> ChunkGaps | None:
+    """Gaps of each session, the longest, where robots tell them, else of all emits.
 
-    ``first_waits_ns`` are those of robots for their first chunk, which lie before an emit.
+    A robot tells of times between chunks; how long it waited for its first one, rank 0 knows.
     """
-    emits = sorted(e.tEmit for e in envelopes if e.is_emitted and e.tEmit is not None)
-    gaps = [*(b - a for a, b in pairwise(emits)), *first_waits_ns]
-    if not gaps:
+    emits = sorted(e.tEmit for e in served if e.is_emitted and e.tEmit is not None)
+    told = [robot.chunk_gap_ns for robot in run.robot_states if robot.chunk_gap_ns]
+    between = [] if is_on_request(run.config) else told or [b - a for a, b in pairwise(emits)]
+    if not (gaps := [*between, *run.first_waits_ns]):
         return None
     above = sum(gap > limit_ns for gap in gaps)
-    return ChunkGaps(max(gaps), above, limit_ns, max(first_waits_ns, default=0))
+    return ChunkGaps(max(gaps), above, limit_ns, max(run.first_waits_ns, default=0))
 
 
 def deadlines(envelopes: Iterable[Envelope]) -> dict[str, object] | None:

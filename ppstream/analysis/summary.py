@@ -226,14 +226,16 @@ def _first_step(report: RunReport) -> str:
 
 def _trouble(service: ServiceReport) -> str:
     """Of a robot that had no actions for longer than a lease, once or in all."""
-    longest_ns, held_ns = longest_gap_ns(service), _held_ns(service)
-    if longest_ns is None or service.gaps is None:
+    gaps, held_ns = service.gaps, _held_ns(service)
+    if gaps is None:
         return ""
-    lease = f"the lease of {in_ms(service.gaps.limit_ns)} ms"
-    if longest_ns > service.gaps.limit_ns:
-        once = f"a robot once had no new chunk for {in_ms(longest_ns)} ms, longer than {lease}"
+    # a robot that had no need of chunks held for none; one that waits for its first does not hold
+    starved_ns = gaps.first_ns if _never_held(service) else gaps.longest_ns
+    if starved_ns > gaps.limit_ns:
+        lease = f"the lease of {in_ms(gaps.limit_ns)} ms"
+        once = f"a robot once had no new chunk for {in_ms(starved_ns)} ms, longer than {lease}"
         return once + _silent_stream(service)
-    if held_ns > service.gaps.limit_ns:
+    if held_ns > gaps.limit_ns:
         holds = sum(robot.holds or 0 for robot in service.robots)
         return f"robots held {holds} times, {in_ms(held_ns)} ms in all, for want of young actions"
     return ""
@@ -241,6 +243,12 @@ def _trouble(service: ServiceReport) -> str:
 
 def _held_ns(service: ServiceReport) -> int:
     return sum(robot.held_ns or 0 for robot in service.robots)
+
+
+def _never_held(service: ServiceReport) -> bool:
+    """True where all robots say so."""
+    holds = [robot.holds for robot in service.robots]
+    return bool(holds) and not any(n is None or n > 0 for n in holds)
 
 
 def _silent_stream(service: ServiceReport) -> str:
@@ -260,17 +268,6 @@ def _has_time_to_spare(report: RunReport) -> bool:
     in_bringup = report.window.phases == {BRING_UP}
     slower = service.chunks_per_s < IDLE_SHARE * 1e9 / score.period_ns
     return in_bringup and slower and service.limited_by == "input-limited"
-
-
-def longest_gap_ns(service: ServiceReport) -> int | None:
-    """The longest time without a new chunk, by the robots where they say it, else by rank 0.
-
-    A robot tells of times between chunks; how long it waited for its first one, rank 0 knows.
-    """
-    told = [robot.chunk_gap_ns for robot in service.robots if robot.chunk_gap_ns is not None]
-    if told:
-        return max(*told, 0 if service.gaps is None else service.gaps.first_ns)
-    return None if service.gaps is None else service.gaps.longest_ns
 
 
 def limiting(report: RunReport) -> str:
@@ -352,17 +349,16 @@ def _age_figure(report: RunReport) -> Figure:
 
 
 def _gap_figure(service: ServiceReport | None) -> Figure:
-    longest_ns = None if service is None else longest_gap_ns(service)
-    if service is None or longest_ns is None:
-        return Figure("longest gap", "unknown", "no robot was served")
-    note, is_bad = "without a new chunk", False
-    if service.gaps is not None:
-        is_bad = max(longest_ns, _held_ns(service)) > service.gaps.limit_ns
-        lease = f"the lease of {in_ms(service.gaps.limit_ns)} ms"
-        note += f" in service; {service.gaps.above} above {lease}"
+    gaps = None if service is None else service.gaps
+    on_request = service is not None and service.requests is not None
+    if service is None or gaps is None:
+        why = "robots ask for their chunks" if on_request else "no robot was served"
+        return Figure("longest gap", "unknown", why)
+    note = "before a robot's first chunk" if on_request else "without a new chunk in service"
+    note += f"; {gaps.above} above the lease of {in_ms(gaps.limit_ns)} ms"
     if held_ns := _held_ns(service):
         note += f"; robots held for {in_ms(held_ns)} ms"
-    return Figure("longest gap", f"{in_ms(longest_ns)} ms", note, is_bad)
+    return Figure("longest gap", f"{in_ms(gaps.longest_ns)} ms", note, bool(_trouble(service)))
 
 
 def _score_figures(report: RunReport) -> tuple[Figure, Figure]:

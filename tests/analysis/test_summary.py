@@ -10,7 +10,7 @@ from golden_runs import GoldenRun, chain, ms, simulate, stages
 from judging import judged
 
 from ppstream.analysis.period_model import PipelineForm
-from ppstream.report.text import lines_of
+from ppstream.report.text import lines_of, render
 
 NAMES = ["rate", "age", "longest gap", "overlap", "gain", "limit", "lost"]
 
@@ -149,6 +149,47 @@ def test_a_robot_s_own_account_of_its_longest_gap_counts_before_rank_0_s() -> No
     service = report.as_dict()["service"]
     assert isinstance(service, dict)
     assert service["chunks_per_s"] == pytest.approx(25.0)  # the pause is no slower rate
+
+
+def told_gap(gap_ms: float, **fields: Any) -> GoldenRun:
+    golden = served(simulate(), period_ms=40).set("config.actions", {"lease_ms": 300.0})
+    state = {"kind": "robot_state", "session": 7, "t": 5, "chunk_gap_ns": ms(gap_ms)}
+    return golden.tell(state | fields)
+
+
+@pytest.mark.parametrize("told", [{}, {"holds": 1}])
+def test_longest_gap_is_one_number_in_figure_note_text_and_json(told: dict[str, Any]) -> None:
+    report = judged(told_gap(900, **told))
+    assert report.figures[2] == (
+        "longest gap",
+        "900 ms",
+        "without a new chunk in service; 1 above the lease of 300 ms",
+        True,
+    )
+    assert "no new chunk for 900 ms" in report.sentence
+    service = report.as_dict()["service"]
+    assert isinstance(service, dict)
+    assert service["longest_without_chunk_ms"] == pytest.approx(900)
+    text = " ".join(render(report).split())
+    assert "longest without a new chunk 900 ms 1 above 300 ms" in text
+
+
+def test_a_robot_that_held_never_had_no_need_of_a_chunk() -> None:
+    report = judged(told_gap(900, holds=0))
+    assert report.figures[2].note.endswith("; 1 above the lease of 300 ms")
+    assert not report.figures[2].is_bad
+    assert report.sentence.endswith("there is nothing to do.")
+
+
+def test_pauses_of_robots_that_ask_for_their_chunks_are_no_gaps() -> None:
+    golden = told_gap(60_000).set("config.streams", [{"name": "obs", "max_request_hz": 10}])
+    report = judged(golden)
+    assert report.figures[2][1:] == ("unknown", "robots ask for their chunks", False)
+    ready = [line for line in golden.lines if line["phase"] == "ready"]
+    for number, line in enumerate(ready):
+        line |= {"session": 7, "session_epoch": 0, "window_end_ns": number + 1}
+    figure = judged(golden).figures[2]
+    assert figure.note == "before a robot's first chunk; 0 above the lease of 300 ms"
 
 
 def test_rate_of_service_counts_chunks_that_come_in_bursts_and_no_time_without_a_robot() -> None:
