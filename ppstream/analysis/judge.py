@@ -366,10 +366,11 @@ def _service_reasons(run: RunLog, ready: list[Envelope]) -> dict[str, str]:
     ended = max((e.tEmit for e in ready if e.tEmit is not None), default=None)
     lasted_ns = ended - began if began is not None and ended is not None else 0
     worst = longest_held(run.robot_states)
-    if worst is not None and 0 < HELD_MAX * lasted_ns < worst.held_ns:
+    held_ns = 0 if worst is None else worst.held_ns or 0
+    if worst is not None and 0 < HELD_MAX * lasted_ns < held_ns:
         found["SERVICE_HELD"] = (
-            f"robot {worst.name} held {min(1.0, worst.held_ns / lasted_ns):.0%} of the time, "
-            f"{worst.faults} faults" + (f", the newest: {worst.fault}" if worst.fault else "")
+            f"robot {worst.name} held {min(1.0, held_ns / lasted_ns):.0%} of the time, "
+            f"{worst.faults or 0} faults" + (f", the newest: {worst.fault}" if worst.fault else "")
         )
     lost = [e.drop for e in ready if e.drop is not None and e.drop not in HARMLESS]
     if len(lost) > DROPPED_MAX * len(ready):

@@ -16,7 +16,7 @@ from ppstream.analysis.records import Envelope, Json, RobotRequests
 WINDOWS_MIN: Final = 20  # fewer show no habit
 ROW_NAMES: Final = ("session", "session_epoch", "window_end_ns")
 AHEAD_MAX: Final = 0.01  # of the windows: a request that timed out is asked again
-ROBOTS_MAX: Final = 64  # of a wire that a report names; those with the fewest requests are summed
+ROBOTS_MAX: Final = 64  # that a report names, of requests by wire; the others are summed
 
 
 class Requests(NamedTuple):

@@ -1,4 +1,4 @@
-"""Accounts of robots: the newest of each session, and the holds of each robot in all of them.
+"""Accounts of robots: the newest of each session, and those of each robot in all of them.
 
 Pure. A robot is known by its name; one whose log has none is another one in each session.
 """
@@ -6,9 +6,11 @@ Pure. A robot is known by its name; one whose log has none is another one in eac
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import chain
 from typing import NamedTuple
 
 from ppstream.analysis.records import RobotStateLine
+from ppstream.analysis.requests import ROBOTS_MAX
 
 
 class RobotStates:
@@ -39,28 +41,60 @@ class RobotStates:
         return tuple(self._newest.values())
 
 
-class RobotHolds(NamedTuple):
-    """Hold time and faults of a robot in all its sessions."""
+class RobotAccount(NamedTuple):
+    """A robot in all its sessions; None: none of them said it."""
 
     name: str
-    held_ns: int
-    faults: int
+    holds: int | None
+    held_ns: int | None
+    faults: int | None
     fault: str  # the newest; empty: none
+    chunk_gap_ns: int | None  # the longest
 
 
-def longest_held(states: Iterable[RobotStateLine]) -> RobotHolds | None:
+def robot_accounts(states: Iterable[RobotStateLine]) -> list[RobotAccount]:
+    """Each robot, or ``ROBOTS_MAX`` that held for longest and one row of the others."""
+    robots = _by_robot(states)
+    if len(robots) > ROBOTS_MAX:
+        robots.sort(key=_held_ns, reverse=True)
+    shown = [_account(_name(sessions), sessions) for sessions in robots[:ROBOTS_MAX]]
+    if rest := robots[ROBOTS_MAX:]:
+        shown.append(_account(f"{len(rest)} others", [*chain.from_iterable(rest)]))
+    return shown
+
+
+def longest_held(states: Iterable[RobotStateLine]) -> RobotAccount | None:
     """The robot that held for longest in all; None without any."""
+    worst = max(_by_robot(states), key=_held_ns, default=None)
+    return None if worst is None else _account(_name(worst), worst)
+
+
+def _by_robot(states: Iterable[RobotStateLine]) -> list[list[RobotStateLine]]:
     sessions: dict[str | int, list[RobotStateLine]] = {}
     for state in states:
         sessions.setdefault(state.robot or state.session, []).append(state)
-    return max(map(_holds, sessions.values()), key=lambda robot: robot.held_ns, default=None)
+    return [*sessions.values()]
 
 
-def _holds(sessions: list[RobotStateLine]) -> RobotHolds:
+def _held_ns(sessions: Iterable[RobotStateLine]) -> int:
+    return sum(state.held_ns or 0 for state in sessions)
+
+
+def _name(sessions: list[RobotStateLine]) -> str:
     newest, n = sessions[-1], len(sessions)
-    return RobotHolds(
-        name=f"{newest.robot} ({n} sessions)" if n > 1 and newest.robot else newest.name,
-        held_ns=sum(state.held_ns or 0 for state in sessions),
-        faults=sum(state.faults or 0 for state in sessions),
+    return f"{newest.robot} ({n} sessions)" if n > 1 and newest.robot else newest.name
+
+
+def _account(name: str, sessions: list[RobotStateLine]) -> RobotAccount:
+    holds, held_ns, faults, gaps_ns = (
+        [n for state in sessions if (n := getattr(state, field)) is not None]
+        for field in ("holds", "held_ns", "faults", "chunk_gap_ns")
+    )
+    return RobotAccount(
+        name=name,
+        holds=sum(holds) if holds else None,
+        held_ns=sum(held_ns) if held_ns else None,
+        faults=sum(faults) if faults else None,
         fault=next((state.fault for state in reversed(sessions) if state.fault), ""),
+        chunk_gap_ns=max(gaps_ns, default=None),
     )

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from statistics import fmean
 from typing import Final
 
 from ppstream.analysis.records import RobotRequests
+from ppstream.analysis.robot_states import RobotAccount
 from ppstream.analysis.run_report import RunReport
 from ppstream.analysis.scores import between
 from ppstream.core.quantiles import Quantiles
@@ -42,6 +44,17 @@ def quantile_texts(found: Quantiles) -> dict[str, str]:
         "p99": "NA" if p99_ns is None else ms(p99_ns),
         "max": ms(found.max_ns),
     }
+
+
+def robot_texts(robot: RobotAccount) -> Iterator[str]:
+    """Yields a robot's own account; what it did not say is left out."""
+    if robot.holds is not None:
+        held = "" if robot.held_ns is None else f" for {ms(robot.held_ns)}"
+        yield f"{robot.holds} holds{held}"
+    if robot.faults is not None:
+        yield f"{robot.faults} faults" + (f", the newest: {robot.fault}" if robot.fault else "")
+    if robot.chunk_gap_ns is not None:
+        yield f"longest without a new chunk {ms(robot.chunk_gap_ns)}"
 
 
 def error_text(row: RobotRequests) -> str:

@@ -13,8 +13,9 @@ from ppstream.analysis.audits import Audit
 from ppstream.analysis.compiler_counts import CompiledPartSeen
 from ppstream.analysis.device_times import StageOnDevice
 from ppstream.analysis.memory_use import MemoryUse
-from ppstream.analysis.records import Ledger, RobotRequests, RobotStateLine, Topology
+from ppstream.analysis.records import Ledger, RobotRequests, Topology
 from ppstream.analysis.replicas import replica_shares
+from ppstream.analysis.robot_states import robot_accounts
 from ppstream.analysis.run_report import RunReport, ServiceReport
 from ppstream.analysis.run_statistics import FaultSeen
 from ppstream.analysis.scores import Compat, Primary, resource_title
@@ -27,6 +28,7 @@ from ppstream.report.formatting import (
     ms,
     percent,
     quantile_texts,
+    robot_texts,
     why_scores_differ,
 )
 from ppstream.report.series import input_ages_ns, latency_parts, periods_ns
@@ -358,8 +360,8 @@ def _service_lines(service: ServiceReport | None) -> Iterator[Row]:
     yield from _batch_lines(service.calls_by_rows)
     if service.rule_counts is not None:
         yield Row("  actions", [service.rule_counts.text])
-    for robot in service.robots:
-        yield Row("  robot", [*_robot_parts(robot)])
+    for robot in robot_accounts(service.robots):
+        yield Row("  robot", [robot.name, *robot_texts(robot)])
     for stream in service.streams:
         yield Row(f"  {stream.stream}", [*_hole_parts(stream)])
 
@@ -400,18 +402,6 @@ def _request_lines(rows: Sequence[RobotRequests], columns: int) -> Iterator[str 
         if row.imbalance:
             reason = f"{row.wire} {row.robot}: {row.requests} requests, and {imbalance_text(row)}"
             yield Row("  ledger off", reason)
-
-
-def _robot_parts(robot: RobotStateLine) -> Iterator[str]:
-    """One session's own account; what it did not say is left out."""
-    yield robot.name
-    if robot.holds is not None:
-        held = "" if robot.held_ns is None else f" for {ms(robot.held_ns)}"
-        yield f"{robot.holds} holds{held}"
-    if robot.faults is not None:
-        yield f"{robot.faults} faults" + (f", the newest: {robot.fault}" if robot.fault else "")
-    if robot.chunk_gap_ns is not None:
-        yield f"longest without a new chunk {ms(robot.chunk_gap_ns)}"
 
 
 def _hole_parts(stream: Ledger) -> Iterator[str]:

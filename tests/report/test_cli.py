@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from faulty_runs import robot, served
 from golden_runs import GoldenRun, chain, ms, simulate, stages
 from judging import sentence
 
 from ppstream.analysis.judge import judge
 from ppstream.analysis.period_model import PipelineForm
+from ppstream.analysis.requests import ROBOTS_MAX
 from ppstream.analysis.run_report import RunReport
 from ppstream.report.cli import main
 from ppstream.report.html.tables import service_table
@@ -442,6 +444,40 @@ def test_service_tells_outages_holes_and_what_robots_say() -> None:
     page = service_table(report.service) if report.service else ""
     for shown in ("691 ms, 2 above 300 ms", "3 holds for 900 ms", "2 holes above max_gap_ms"):
         assert shown in page
+
+
+def told_by_robots(*told: dict[str, Any]) -> tuple[str, str]:
+    """The service in text and on the page, after these accounts of robots."""
+    golden = served(stages())
+    golden.tell(*(robot(t=ms(k)) | account for k, account in enumerate(told)))
+    report = report_of(golden)
+    assert report.service is not None
+    return render(report), service_table(report.service)
+
+
+def test_what_a_robot_did_not_say_is_left_out_in_text_and_on_the_page() -> None:
+    unsaid = dict.fromkeys(("holds", "held_ns", "faults", "chunk_gap_ns"))
+    text, page = told_by_robots(unsaid | {"robot": "arm"})
+    assert [line.split() for line in text.splitlines() if "arm" in line] == [
+        ["robot", "arm", "(session", "5)"]
+    ]
+    assert "<td>robot arm (session 5)</td><td></td>" in page
+    text, page = told_by_robots({"robot": "arm"})
+    assert "3 holds for 0.00 ms, 0 faults, longest without a new chunk 30.0 ms" in page
+
+
+def test_a_report_has_one_row_for_each_robot_and_a_limit_on_them() -> None:
+    arm = [{"session": k + 1, "robot": "arm", "held_ns": ms(0.1)} for k in range(300)]
+    for shown in told_by_robots(*arm, {"session": 400, "robot": "leg"}):
+        assert (shown.count("arm ("), shown.count("leg (")) == (1, 1)
+        assert "arm (300 sessions)" in shown
+        assert "900 holds for 30.0 ms" in shown
+    many = [{"session": k + 1, "robot": None, "held_ns": ms(k)} for k in range(ROBOTS_MAX + 3)]
+    for shown in told_by_robots(*many):
+        assert shown.count("of session") == ROBOTS_MAX
+        assert "of session 4 " in " ".join(shown.replace("<", " ").split())  # 3 held for less
+        assert "3 others" in shown
+        assert "9 holds for 3.00 ms" in shown
 
 
 def test_ages_of_made_up_input_are_marked() -> None:

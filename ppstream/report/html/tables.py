@@ -10,11 +10,19 @@ from ppstream.analysis.audits import Audit
 from ppstream.analysis.place_table import PlaceRow
 from ppstream.analysis.records import RobotRequests, RunLog, Topology
 from ppstream.analysis.replicas import replica_shares
+from ppstream.analysis.robot_states import robot_accounts
 from ppstream.analysis.run_report import RunReport, ServiceReport
 from ppstream.analysis.run_statistics import FaultSeen
 from ppstream.analysis.scores import resource_title
 from ppstream.core.quantiles import quantiles
-from ppstream.report.formatting import error_text, imbalance_text, ms, percent, quantile_texts
+from ppstream.report.formatting import (
+    error_text,
+    imbalance_text,
+    ms,
+    percent,
+    quantile_texts,
+    robot_texts,
+)
 from ppstream.report.series import input_ages_ns
 
 Cell = tuple[str, str] | tuple[str, str, str]  # text, class, and a note below
@@ -179,10 +187,8 @@ def service_table(service: ServiceReport) -> str:
         rows.append(("longest without a new chunk", text))
     if service.rule_counts is not None:
         rows.append(("rules of [actions]", service.rule_counts.text))
-    for robot in service.robots:
-        text = f"{robot.holds or 0} holds for {ms(robot.held_ns or 0)}, {robot.faults or 0} faults"
-        fault = f", the newest: {robot.fault}" if robot.fault else ""
-        rows.append((f"robot {robot.name}", text + fault))
+    robots = robot_accounts(service.robots)
+    rows += [(f"robot {robot.name}", ", ".join(robot_texts(robot))) for robot in robots]
     for stream in service.streams:
         invalid_share = stream.invalid_share
         invalid = "not counted" if invalid_share is None else f"{invalid_share:.1%}"
