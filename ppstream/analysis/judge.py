@@ -71,6 +71,7 @@ SLOWER_NS: Final = 1_000_000  # and at least so much more
 COMPARED_MIN: Final = 5  # envelopes of each: a slow service has few
 HELD_MAX: Final = 0.10  # of the service, by one robot in all its sessions
 DROPPED_MAX: Final = 0.10  # of its envelopes
+TIME_MAX_MS: Final = 1e12  # more is no time of a run
 LATE_MAX: Final = 0.10  # of the chunks that robots received
 
 
@@ -199,9 +200,7 @@ def _chunks(run: RunLog) -> RobotChunks | None:
 
 def _age_limit_ns(run: RunLog) -> int | None:
     """No robot executes an older action; None: nobody says."""
-    table = _mapping(run.config.get("actions"))
-    limit_ms = table.get("max_age_ms") or table.get("lease_ms")
-    return round(limit_ms * 1e6) if isinstance(limit_ms, int | float) else None
+    return _actions_ns(run, "max_age_ms") or _actions_ns(run, "lease_ms")
 
 
 def _gate(run: RunLog, profile: str, budgets_ns: tuple[int | None, int | None]) -> Gate:
@@ -326,7 +325,7 @@ def _calls_by_rows(run: RunLog, ready: Iterable[Envelope]) -> dict[int, int] | N
     """Calls of the policy with so many rows; None: all had the whole batch, or nobody says."""
     rows = [e.stage1.rows for e in ready if e.stage1 is not None and e.stage1.rows is not None]
     counts, whole = Counter(rows), _mapping(run.config.get("batch")).get("rows")
-    return {n: counts[n] for n in sorted(counts)} if set(counts) - {whole} else None
+    return {n: counts[n] for n in sorted(counts)} if any(n != whole for n in counts) else None
 
 
 def _chunks_per_s(ready: Iterable[Envelope], lease_ns: int) -> float | None:
@@ -387,8 +386,20 @@ def _service_reasons(run: RunLog, ready: list[Envelope]) -> dict[str, str]:
 
 def _lease_ns(run: RunLog) -> int:
     """So long a robot moves on without a new chunk; where nobody says, a second."""
-    lease_ms = _mapping(run.config.get("actions")).get("lease_ms")
-    return round(lease_ms * 1e6) if isinstance(lease_ms, int | float) else 1_000_000_000
+    lease_ns = _actions_ns(run, "lease_ms")
+    return 1_000_000_000 if lease_ns is None else lease_ns
+
+
+def _actions_ns(run: RunLog, name: str) -> int | None:
+    """A time of [actions]; None: it has none."""
+    value = _mapping(run.config.get("actions")).get(name)
+    if not isinstance(value, int | float):
+        return None
+    if 0 <= value <= TIME_MAX_MS:
+        return round(value * 1e6)
+    raise LogError(
+        f"run.json: config.actions.{name} is {value!r:.40}, expected 0 to {TIME_MAX_MS:g}"
+    )
 
 
 def _mapping(value: object) -> Json:

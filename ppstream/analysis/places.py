@@ -123,14 +123,15 @@ def is_elsewhere(manifest: Json) -> bool:
     return len(set(boots)) > 1
 
 
-def _boots(manifest: Json) -> list[object]:
-    """Of every rank as run.json lists it, and as the policy ranks' hellos say."""
+def _boots(manifest: Json) -> list[str | None]:
+    """Of every rank as run.json lists it, and as the policy ranks' hellos say; None: not told."""
     topology, hellos = manifest.get("topology"), manifest.get("policy_ranks")
     ranks = topology.get("ranks") if isinstance(topology, Mapping) else None
     tables = [*(ranks if isinstance(ranks, list) else ())]
     facts = [manifest.get("policy_rank"), *(hellos if isinstance(hellos, list) else ())]
     tables += [table for table in facts if isinstance(table, Mapping) and "boot_id" in table]
-    return [table.get("boot_id") for table in tables if isinstance(table, Mapping)]
+    boots = [table.get("boot_id") for table in tables if isinstance(table, Mapping)]
+    return [boot if isinstance(boot, str) else None for boot in boots]
 
 
 def mean_hops_ns(run: RunLog, envelopes: Iterable[Envelope]) -> tuple[float | None, ...]:

@@ -155,12 +155,12 @@ def is_on_request(config: Json) -> bool:
     return bool(ends) and ends[0].get("max_request_hz") is not None
 
 
-def streams_on_request(config: Json) -> set[object]:
+def streams_on_request(config: Json) -> set[str]:
     """Names of streams that come on request."""
     return {
-        stream.get("name")
+        name
         for stream in _tables(config.get("streams"))
-        if stream.get("max_request_hz") is not None
+        if stream.get("max_request_hz") is not None and isinstance(name := stream.get("name"), str)
     }
 
 

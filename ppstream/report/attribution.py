@@ -117,7 +117,8 @@ def _present(records: Iterable[Mapping[str, Any]], field: str) -> list[int]:
 
 
 def _between(records: Iterable[Mapping[str, Any]], begin: str, end: str) -> list[int]:
-    return [e[end] - e[begin] for e in records if begin in e and end in e]
+    stamps = [(e.get(begin), e.get(end)) for e in records]
+    return [last - first for first, last in stamps if first is not None and last is not None]
 
 
 def _stage(name: str, values_ns: list[int]) -> BlockTimes:
@@ -145,24 +146,27 @@ def _text(
     rows: Sequence[BlockTimes], event: Mapping[str, Any], *, is_on_device: bool
 ) -> Iterator[str]:
     yield f"ATTRIBUTION   {LABEL}"
-    if event:
-        period_ms, before_ms = event["period_ns"] * MS, event["throughput_period_ns"] * MS
+    found = [event.get(n) for n in ("perturbation", "period_ns", "throughput_period_ns")]
+    told = [value for value in found if isinstance(value, int | float)]
+    if len(told) == len(found):
+        ratio, period_ns, before_ns = told
         yield (
-            f"perturbation  {event['perturbation']:.3f} x: period {period_ms:.3g} ms attributed, "
-            f"{before_ms:.3g} ms in throughput mode"
+            f"perturbation  {ratio:.3f} x: period {period_ns * MS:.3g} ms attributed, "
+            f"{before_ns * MS:.3g} ms in throughput mode"
         )
     whole_ns = sum(row.each_ns for row in rows if row.depth == 0) or 1
     yield f"{'':28} {'calls':>6} {'mean ms':>9} {'p50':>9} {'p99':>9} {'share':>7}"
     for row in rows:
         name = "  " * row.depth + row.name.rpartition("/")[2]
         share = f"{row.each_ns / whole_ns:7.1%}"
-        found = quantiles(row.values_ns)
-        if row.name == UNNAMED or found is None:
+        times = quantiles(row.values_ns)
+        if row.name == UNNAMED or times is None:
             yield f"{name:28} {'':6} {'':9} {'':9} {'':9} {share}"
             continue
-        numbers = (fmean(row.values_ns), found.p50_ns, found.p99_ns)
-        shown = " ".join(f"{value * MS:9.3f}" for value in numbers)
-        yield f"{name:28} {found.count:6} {shown} {share}"
+        p99_ns = times.reported_p99_ns
+        p99 = "NA" if p99_ns is None else f"{p99_ns * MS:.3f}"
+        usual = f"{fmean(row.values_ns) * MS:9.3f} {times.p50_ns * MS:9.3f}"
+        yield f"{name:28} {times.count:6} {usual} {p99:>9} {share}"
     if is_on_device:
         yield ON_DEVICE
 

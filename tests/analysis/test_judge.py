@@ -223,3 +223,19 @@ def test_limit_that_is_none_is_bad_input(least: object) -> None:
     golden.manifest["config"] = {"bringup": {"overlap_min": least}}
     with pytest.raises(LogError, match=r"overlap_min is .*, expected 0 to 1"):
         judged(golden)
+
+
+@pytest.mark.parametrize("time_ms", [-1, float("nan"), float("inf"), 1e308, 10**400])
+@pytest.mark.parametrize("name", ["lease_ms", "max_age_ms"])
+def test_times_of_actions_that_are_none_are_bad_input(name: str, time_ms: float) -> None:
+    golden = served(stages()).set("config.actions", {name: time_ms})
+    golden.tell({"kind": "robot", "age_ns": 1, "executed": 1, "oldest_ns": 1})
+    with pytest.raises(LogError, match=rf"config\.actions\.{name} is .*, expected 0 to 1e\+12"):
+        judged(golden)
+
+
+def test_values_of_wrong_types_in_run_json_are_passed_over() -> None:
+    golden = served(stages()).put(1, rows=1).set("config.batch", {"rows": [1]})
+    golden.set("config.streams", [{"name": ["q"], "max_request_hz": 5, "reference": True}])
+    golden.set("topology.ranks.0.boot_id", {}).set("topology.ranks.1.boot_id", {})
+    assert judged(golden).verdict is Verdict.PASS

@@ -156,6 +156,19 @@ def test_shares_are_those_of_the_newest_generation(tmp_path: Path) -> None:
     assert block_report.report(tmp_path) == text
 
 
+def test_a_dropped_envelope_and_an_event_without_numbers_are_no_fault(tmp_path: Path) -> None:
+    line = {"kind": "envelope", "mode": "attribution", "tA0": 0, "tA1": 1, "tDecode": 5, "tEmit": 6}
+    lines = [line | {"B_ns": 2}, line | {"drop": "expired", "tEmit": None}]
+    lines.append({"kind": "event", "name": "attribution"})
+    (tmp_path / "rank0.gen0.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    text = block_report.report(tmp_path)
+    assert text is not None
+    assert "perturbation" not in text
+    rows = [line.split() for line in text.splitlines()[2:]]
+    calls = [(name, n, p99) for name, n, _, _, p99, _ in rows]
+    assert calls == [("A", "2", "NA"), ("B", "1", "NA"), ("C", "1", "NA")]
+
+
 def test_file_that_is_no_log_is_refused_by_its_line(tmp_path: Path, capsys: Any) -> None:
     (tmp_path / "rank0.gen0.jsonl").write_text("{}\nhello\n")
     assert block_report.main([str(tmp_path)]) == 3

@@ -188,7 +188,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     what = "JSON of torch.profiler, an sqlite of nsys, or a folder with those of a run's ranks"
     parser.add_argument("trace", type=Path, help=what)
     parser.add_argument("--pass", dest="pass_name", help="the range that one envelope is")
-    parser.add_argument("--skip", default=WARM_UP, help="pattern of warm-up ranges (%(default)s)")
+    skips = "pattern of warm-up ranges (%(default)s)"
+    parser.add_argument("--skip", type=_pattern, default=WARM_UP, help=skips)
     parser.add_argument("--top", type=int, default=15, help="rows a table (%(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything there, too")
     options = parser.parse_args(argv)
@@ -211,8 +212,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return BAD_INPUT
     if options.json is not None:
-        options.json.write_text(json.dumps(told, indent=1) + "\n")
+        try:
+            options.json.write_text(json.dumps(told, indent=1) + "\n")
+        except OSError as error:
+            print(f"cannot write {options.json}: {error.strerror}", file=sys.stderr)
+            return BAD_INPUT
     return 0
+
+
+def _pattern(text: str) -> str:
+    try:
+        re.compile(text)
+    except re.error as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no pattern: {error}") from error
+    return text
 
 
 def _print(text: Iterable[str]) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import zlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -32,17 +33,22 @@ def read_kineto(path: Path) -> Trace:
         LogError: no JSON, or no trace of a profiler in it.
     """
     raw = path.read_bytes()
-    if path.suffix == ".gz":
-        raw = gzip.decompress(raw)
     try:
-        content = json.loads(raw)
-    except ValueError as error:
+        content = json.loads(gzip.decompress(raw) if path.suffix == ".gz" else raw)
+    except (ValueError, EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise LogError(
             f"{path}: incomplete JSON ({error}): the profiled process ended while it was written"
         ) from error
     events = content.get("traceEvents") if isinstance(content, dict) else content
     if not isinstance(events, list):
         raise LogError(f"{path}: JSON without traceEvents: not a trace of torch.profiler")
+    try:
+        return _trace(path, events)
+    except KeyError as error:
+        raise LogError(f"{path}: an event lacks {error}: not as torch.profiler wrote it") from error
+
+
+def _trace(path: Path, events: Sequence[Any]) -> Trace:
     timed = [e for e in events if isinstance(e, dict) and e.get("ph") == "X"]
     kernels = [e for e in timed if e.get("cat") == "kernel"]
     hosts = _Hosts(timed)

@@ -206,6 +206,8 @@ def test_placeholders_and_broken_files_are_named(tmp_path: Path) -> None:
             "git lfs pull",
         ),
         "torn.json": (whole[:200], "incomplete JSON"),
+        "torn.json.gz": (gzip.compress(whole)[:200], "incomplete JSON"),
+        "no_end.json": (whole.replace(b'"dur"', b'"end"'), "an event lacks 'dur'"),
         "other.json": (b'{"a": 1}', "not a trace of torch.profiler"),
         "idle.json": (b'{"traceEvents": []}', "neither kernels, operators nor"),
         "run.nsys-rep": (b"NVIDIA...", "nsys export --type sqlite"),
@@ -254,6 +256,17 @@ def test_a_folder_has_a_row_for_each_rank_of_its_newest_trace(tmp_path: Path, ca
     assert rows[0][1:6] == ["4", "of", "B", "28.0", rows[2][7]]
     assert rows[1][2:6] == ["2", "of", "B", "4.0"]
     assert json.loads(out.read_text())["ranks"]["1"]["passes"] == 2
+
+
+def test_a_wrong_pattern_and_a_folder_that_is_not_there_are_refused(
+    tmp_path: Path, capsys: Any
+) -> None:
+    with pytest.raises(SystemExit):
+        cli.main([str(CPU_TRACE), "--skip", "("])
+    assert "argument --skip: '(' is no pattern: missing )" in capsys.readouterr().err
+    nowhere = tmp_path / "nowhere" / "x.json"
+    assert cli.main([str(CPU_TRACE), "--json", str(nowhere)]) == 3
+    assert f"cannot write {nowhere}: No such file" in capsys.readouterr().err
 
 
 def test_a_folder_without_a_trace_says_how_one_is_made(tmp_path: Path, capsys: Any) -> None:
