@@ -34,6 +34,7 @@ LONGEST_NS: Final = 365 * 24 * 3600 * NS_PER_S  # added to any stamp of the wire
 #: By the end of a setting's name.
 UNITS_NS: Final = {"_ms": NS_PER_MS, "_s": NS_PER_S}
 PORT_MAX: Final = 65535
+FLOAT32_MAX: Final = 3.4028235e38  # beyond it a limit of actions, which are float32, is infinite
 RING_SAMPLES_MAX: Final = 1 << 22  # a longer ring is a mistyped rate or window
 STREAMS_MAX: Final = 256  # the wire numbers streams with one byte
 ACTIONS_MAX: Final = 1024
@@ -275,6 +276,10 @@ def _action_problems(config: PipelineConfig) -> Iterator[str]:
     for name, low, high in zip(actions.names, actions.low, actions.high, strict=False):
         if not low < high:
             yield f"actions.low: got {low:g} for {name!r}, want it below its high, {high:g}"
+        elif low < -FLOAT32_MAX:
+            yield f"actions.low: got {low:g} for {name!r}, want at least -{FLOAT32_MAX:g} (float32)"
+        elif high > FLOAT32_MAX:
+            yield f"actions.high: got {high:g} for {name!r}, want at most {FLOAT32_MAX:g} (float32)"
     yield from action_rule_problems(actions)
     # The first action is due dt_ms after the window's end: it would be expired before its time.
     if actions.lease_ms <= actions.dt_ms:

@@ -54,6 +54,8 @@ class ActionRules:
         steps = (actions.horizon, 1)
         self._low = np.tile(np.asarray(low, dtype=np.float32), steps)
         self._high = np.tile(np.asarray(high, dtype=np.float32), steps)
+        # an infinite limit would let infinities through
+        assert np.isfinite((self._low, self._high)).all(), "checked with the configuration"
         self._inside = np.empty((2, *self._low.shape), dtype=bool)
         self._above, self._below = self._inside  # the low limits, the high ones
         self._all_inside = np.ones_like(self._inside).tobytes()

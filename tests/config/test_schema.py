@@ -102,6 +102,14 @@ def test_plain_configuration_has_no_problem() -> None:
         ({"actions__low": [-1.0]}, "actions.low: got 1 limits, want 2: one for each name"),
         ({"actions__high": [1.0, 2.0, 3.0]}, "actions.high: got 3 limits, want 2"),
         ({"actions__low": [-1.0, 2.0]}, "actions.low: got 2 for 'y', want it below its high, 2"),
+        (
+            {"actions__low": [-1e39, -1.0]},
+            "actions.low: got -1e+39 for 'x', want at least -3.40282e",
+        ),
+        (
+            {"actions__low": [4e38, -1.0], "actions__high": [5e38, 1.0]},
+            "actions.high: got 5e+38 for 'x', want at most 3.40282e+38 (float32)",
+        ),
         ({"actions__lease_ms": 10.0}, "actions.lease_ms: got 10, want more than actions.dt_ms"),
         (
             {"pipeline__pacing": "sample:gps"},
@@ -173,6 +181,7 @@ def test_disagreement_is_named_with_its_path_and_remedy(changes: dict[str, Any],
         {"service__endpoint": "unix:///tmp/" + "x" * 97 + "/r"},
         {"service__endpoint": None},
         {"streams__1__max_gap_ms": 10.0},
+        {"actions__low": [-3.4028235e38, -1.0]},
     ],
 )
 def test_values_at_their_limits_are_accepted(changes: dict[str, Any]) -> None:
