@@ -222,7 +222,7 @@ def _module_folder(module: str) -> Path:
     """Finds the folder of ``module``'s files; the module itself is not run."""
     try:
         spec = find_spec(module)
-    except (ModuleNotFoundError, ValueError):
+    except (ImportError, ValueError):
         spec = None
     if spec is None:
         raise ConfigError(
@@ -258,7 +258,7 @@ def _override(table: dict[str, Any], item: str) -> str | None:
         place = below
     if isinstance(place, dict):
         place[steps[-1]] = _value(text)
-    elif _entry(place, steps[-1]) is not None and steps[-1].isdigit():
+    elif _entry(place, steps[-1]) is not None and steps[-1].isdecimal():
         place[int(steps[-1])] = _value(text)
     else:
         return f"--set {path}: there is no {steps[-1]!r} to change{_entries(place)}"
@@ -269,7 +269,7 @@ def _entry(place: Any, step: str) -> Any:
     """Finds what ``step`` names: a table's key, a list's index, or an entry's ``name``."""
     if isinstance(place, dict):
         return place.get(step)
-    if step.isdigit():
+    if step.isdecimal():
         return place[int(step)] if int(step) < len(place) else None
     return next((e for e in place if isinstance(e, dict) and e.get("name") == step), None)
 

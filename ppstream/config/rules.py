@@ -297,6 +297,11 @@ def _pacing_problems(config: PipelineConfig) -> Iterator[str]:
         yield f"pipeline.pacing: got stream {stream!r}, want one of {', '.join(names)}"
     if kind == "tick" and shape.tick_hz is None:
         yield "pipeline.tick_hz: missing, want a number above 0 because pacing = 'tick'"
+    if kind != "tick" and shape.tick_hz is not None:
+        yield (
+            f"pipeline.tick_hz: got {shape.tick_hz:g} with pacing = {shape.pacing!r}, want "
+            "pacing = 'tick', or tick_hz left out"
+        )
     gather_ms, lease_ms = shape.gather_ms, config.actions.lease_ms
     if kind == "rows" and (gather_ms is None or gather_ms >= lease_ms):
         got = "missing" if gather_ms is None else f"got {gather_ms:g}"
@@ -424,8 +429,10 @@ def _limit_problems(config: PipelineConfig) -> Iterator[str]:
             f"{live.watchdog_s:g}: first calls take longer than later ones"
         )
     root = Path(config.log.root)
-    if root.exists() and not root.is_dir():
-        yield f"log.root: got {config.log.root!r}, which is a file; want a folder"
+    there = next(path for path in (root, *root.parents) if os.access(path, os.F_OK))
+    if not there.is_dir():
+        where = "which is" if there == root else f"which is below {there},"
+        yield f"log.root: got {config.log.root!r}, {where} a file; want a folder"
 
 
 def _batch_problems(config: PipelineConfig) -> Iterator[str]:

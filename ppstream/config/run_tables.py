@@ -27,6 +27,8 @@ from ppstream.config.field_types import (
 )
 
 REPLICAS_MAX: Final = 16
+ENVELOPES_MAX: Final = 1_000_000  # before ready: more is a mistyped number, and never ends
+LOG_RING_MAX: Final = 1 << 18  # records are made before the first envelope
 
 
 class PipelineShape(Table, frozen=True):
@@ -156,7 +158,7 @@ class BringupConfig(Table, frozen=True):
     recording: FilePath | None = None
     """Recording that bring-up plays, of any form that ppstream replay reads. Set it with that
     source."""
-    envelopes: Annotated[int, Meta(ge=100)] = 400
+    envelopes: Annotated[int, Meta(ge=100, le=ENVELOPES_MAX)] = 400
     """Envelopes that the gate judges. Raise it for noisy machines."""
     overlap_min: Annotated[float, Meta(ge=0, le=1)] = 0.30
     """Lowest overlap score, by the stamps and by isolated stage times, that becomes ready. Raise it
@@ -164,10 +166,10 @@ class BringupConfig(Table, frozen=True):
     accept: tuple[Literal["NOTHING_TO_HIDE", "LOW_OVERLAP", "CONTENDED"], ...] = ()
     """Reasons of a refusal that do not count: speed is yours to judge, safety is not. Set them for
     a policy that is fast enough without overlap."""
-    standalone: Count = 30
+    standalone: Annotated[int, Meta(ge=1, le=ENVELOPES_MAX)] = 30
     """Envelopes that each stage is timed alone, before and behind bring-up. Raise it for uneven
     stages."""
-    warmup_max: Count = 400
+    warmup_max: Annotated[int, Meta(ge=1, le=ENVELOPES_MAX)] = 400
     """Envelopes after which waiting for a steady period ends. Raise it for policies that settle
     slowly."""
 
@@ -230,7 +232,7 @@ class LogConfig(Table, frozen=True):
     """Folder of run logs. Set it to a disk with room."""
     keep: Count = 20
     """Runs that are kept; older ones are deleted. Raise it to compare more."""
-    ring: Annotated[int, Meta(ge=64)] = 8192
+    ring: Annotated[int, Meta(ge=64, le=LOG_RING_MAX)] = 8192
     """Envelopes buffered between the loop and the disk. Raise it for slow disks."""
 
 

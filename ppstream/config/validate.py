@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import types
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
@@ -66,8 +67,9 @@ def normalise(value: Any, annotation: Any, folder: Path) -> Any:
         value = [value]
     if get_origin(kind.base) is tuple and isinstance(value, list | tuple):
         return [normalise(item, get_args(kind.base)[0], folder) for item in value]
-    if value and isinstance(value, str) and any((m.extra or {}).get("path") for m in kind.bounds):
-        return str(folder / Path(value).expanduser())
+    if value and isinstance(value, str) and _is_path(kind):
+        with suppress(RuntimeError):  # no such user
+            return str(folder / Path(value).expanduser())
     return value
 
 
@@ -88,6 +90,10 @@ def find_problems(value: Any, annotation: Any, path: str = "") -> Iterator[str]:
             yield _line(path, value, f"{wanted(kind)}, finite")
         elif not value > 0:
             yield _line(path, value, wanted(kind))
+    elif isinstance(value, str) and "\0" in value:
+        yield _line(path, value, "text without a NUL character")
+    elif _is_path(kind) and isinstance(value, str) and value.startswith("~"):
+        yield _line(path, value, "a path: that user's home is not known")
     else:
         try:
             msgspec.convert(value, annotation)
@@ -171,7 +177,7 @@ def _bound_words(meta: Meta) -> Iterator[str]:
         ("at most", meta.le),
     ):
         if limit is not None:
-            yield f"{words} {limit:g}"
+            yield f"{words} {limit if isinstance(limit, int) else format(limit, 'g')}"
     if meta.min_length:
         yield "not empty"
 
@@ -193,6 +199,10 @@ def _key_suggestion(name: str, struct: type, known: Mapping[str, FieldInfo]) -> 
 
 def _join(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
+
+
+def _is_path(kind: FieldType) -> bool:
+    return any((meta.extra or {}).get("path") for meta in kind.bounds)
 
 
 def _may_be_infinite(kind: FieldType) -> bool:

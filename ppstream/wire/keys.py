@@ -122,7 +122,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         elif args.command == "public":
             print(public_half(_secret(args.file)).decode())
         else:
-            key = _public(args.key) if args.key.exists() else _checked(str(args.key), "the key")
+            key = (
+                _public(args.key)
+                if args.key.exists()
+                else _checked(str(args.key), "the key (no such file)")
+            )
             allow(args.list, args.name, key)
     except ConfigError as error:
         print(error, file=sys.stderr)

@@ -190,11 +190,32 @@ def test_tables_and_lists_of_the_wrong_kind_are_named(file: Path) -> None:
         ("streams.imu.name=", "got '', want 1 to 64 letters"),
         ('streams.imu.name="a\\n"', "want 1 to 64 letters"),
         ("log.root=", "got '', want text, not empty"),
+        ("log.root=~nobody-here/logs", "log.root: got '~nobody-here/logs', want a path: that"),
+        ("policy.weights=~nobody-here/w.safetensors", "want a path: that user's home is not known"),
+        (r'log.root="a\u0000b"', "want text without a NUL character"),
+        (r'service.endpoint="unix:///tmp/\u0000/r"', "want text without a NUL character"),
+        ("streams.\u00b2.dim=3", "there is no '\u00b2' to change"),
     ],
 )
 def test_text_of_the_wrong_form_is_told_the_right_one(file: Path, override: str, said: str) -> None:
     (found,) = problems_of(file, override)
     assert said in found
+
+
+@pytest.mark.parametrize(
+    ("name", "most"),
+    [
+        ("log.ring", 262144),
+        *((f"bringup.{name}", 1000000) for name in ("envelopes", "standalone", "warmup_max")),
+    ],
+)
+def test_a_number_that_a_start_must_get_through_has_a_largest_value(
+    file: Path, name: str, most: int
+) -> None:
+    read(str(file), [f"{name}={most}"])
+    (found,) = problems_of(file, f"{name}={most + 1}")
+    assert found.startswith(f"{name}: got {most + 1}, want a whole number, at least ")
+    assert found.endswith(f"at most {most}")
 
 
 def test_a_list_that_needs_an_entry_is_not_empty(file: Path) -> None:
@@ -206,7 +227,7 @@ def test_a_list_that_needs_an_entry_is_not_empty(file: Path) -> None:
 
 @pytest.mark.parametrize(
     "path",
-    ["profile.after", "simulate.seed", "bringup.envelopes", "policy.options.seed", "window.dt_ms"],
+    ["profile.after", "simulate.seed", "log.keep", "policy.options.seed", "window.dt_ms"],
 )
 def test_a_whole_number_fits_64_bits(file: Path, path: str) -> None:
     (found,) = problems_of(file, f"{path}={2**63}")
@@ -296,8 +317,9 @@ def test_configuration_inside_a_package_is_found_without_running_it(
     assert locate("acme_single:arm.toml") == file
     with pytest.raises(ConfigError, match=r"has no leg\.toml \(it has: arm\.toml\)"):
         locate("acme_stages:leg.toml")
-    with pytest.raises(ConfigError, match="there is no module 'acme_legs'"):
-        locate("acme_legs:leg.toml")
+    for module in ("acme_legs", ".acme"):
+        with pytest.raises(ConfigError, match=f"there is no module '{module}'"):
+            locate(f"{module}:leg.toml")
 
 
 def test_name_without_a_file_says_where_it_was_looked_for() -> None:

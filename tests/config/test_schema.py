@@ -125,6 +125,10 @@ def test_plain_configuration_has_no_problem() -> None:
             {"pipeline__gather_ms": 10.0},
             "pipeline.gather_ms: got 10 with pacing = 'sample', want pacing = 'rows', or",
         ),
+        (
+            {"pipeline__tick_hz": 5.0},
+            "pipeline.tick_hz: got 5 with pacing = 'sample', want pacing = 'tick', or",
+        ),
         ({"pipeline__windows": "scheduled"}, "pipeline.windows: got 'scheduled' without service"),
         ({"bringup__source": "recording"}, "bringup.recording: missing, want a file"),
         (
@@ -162,6 +166,7 @@ def test_plain_configuration_has_no_problem() -> None:
         ({"service__endpoint": "unix:///usr/robots"}, "want a folder of your own with mode 700"),
         ({"liveness__heartbeat_ms": 700.0}, "liveness.heartbeat_ms: got 700, want less than a th"),
         ({"log__root": __file__}, "which is a file; want a folder"),
+        ({"log__root": __file__ + "/logs/arm"}, f"is below {__file__}, a file; want a folder"),
     ],
 )
 def test_disagreement_is_named_with_its_path_and_remedy(changes: dict[str, Any], said: str) -> None:

@@ -183,6 +183,7 @@ def test_the_tool_makes_what_both_ends_need(
     assert main(["new", "arm", "--folder", str(tmp_path)]) == 11
     assert "cannot be made" in capsys.readouterr().err
     assert main(["allow", str(tmp_path / "list"), "other", "no-key"]) == 11
+    assert "no such file" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("over", "fits"), [(-1, True), (0, True), (1, False)])
