@@ -16,7 +16,7 @@ from typing import Any, Final
 import msgspec
 
 from ppstream.config.device_rules import device_problems
-from ppstream.config.gateway_rules import gateway_problems
+from ppstream.config.gateway_rules import gateway_problems, listen_address, listen_of
 from ppstream.config.schema import (
     CHANNELS,
     ActionConfig,
@@ -34,6 +34,7 @@ LONGEST_NS: Final = 365 * 24 * 3600 * NS_PER_S  # added to any stamp of the wire
 #: By the end of a setting's name.
 UNITS_NS: Final = {"_ms": NS_PER_MS, "_s": NS_PER_S}
 PORT_MAX: Final = 65535
+LOOPBACK_TOO: Final = ("127.0.0.1", "localhost", "0.0.0.0")  # a port there is one of loopback
 FLOAT32_MAX: Final = 3.4028235e38  # beyond it a limit of actions, which are float32, is infinite
 RING_SAMPLES_MAX: Final = 1 << 22  # a longer ring is a mistyped rate or window
 STREAMS_MAX: Final = 256  # the wire numbers streams with one byte
@@ -146,12 +147,28 @@ def rank_problems(config: PipelineConfig, world_size: int) -> list[str]:
     """Yields disagreements between ``config`` and the number of ranks."""
     port = config.metrics.port
     most = PORT_MAX - world_size + 1
-    if port is None or port <= most:
-        return []
-    return [
-        f"metrics.port: got {port}, want {most} at most with {world_size} ranks: rank r listens at "
-        "port + r"
-    ]
+    if port is not None and port > most:
+        return [
+            f"metrics.port: got {port}, want {most} at most with {world_size} ranks: rank r "
+            "listens at port + r"
+        ]
+    return list(_port_problems(config, world_size))
+
+
+def _port_problems(config: PipelineConfig, world_size: int) -> Iterator[str]:
+    """Ports of loopback that two listeners of a run would share."""
+    first = config.metrics.port
+    taken = {first + rank: f"metrics of rank {rank}" for rank in range(world_size)} if first else {}
+    ports = [("view.port", config.view.port)]
+    for index, gateway in enumerate(config.gateway):
+        address = listen_address(listen_of(gateway))
+        if address is not None and address[0] in LOOPBACK_TOO:
+            ports.append((f"gateway[{index}].listen", address[1]))
+    for path, port in ports:
+        if port in taken:
+            yield f"{path}: got port {port}, which {taken[port]} has; want another, or 0"
+        elif port:
+            taken[port] = path
 
 
 def _time_problems(config: PipelineConfig) -> Iterator[str]:

@@ -109,7 +109,10 @@ class ChildProcess:
             if not part:
                 code = self._process.wait(self._end_limit_s)
                 raise ConfigError(
-                    [f"{self._name}: it ended with code {code} before the run was ready; see above"]
+                    [
+                        f"{self._name}: it ended with code {code} before the run was ready; its "
+                        "message stands above (a port that is taken: another, or 0)"
+                    ]
                 )
             lines += part
 

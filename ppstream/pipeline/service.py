@@ -110,6 +110,16 @@ class Service:
         for lost in recorder.close():
             self._rank0.log.event("recorder", **lost)
 
+    def check_started(self) -> None:
+        """Wait until the gateway and the view listen.
+
+        Raises:
+            ConfigError: one of them cannot, as where its port is taken.
+        """
+        for child in filter(None, (self._gateway, self._view)):
+            child.check_started()
+            self._rank0.on_second.append(child.check)
+
     def run(self) -> None:
         """Serve until a stop is asked for, the recording ends, or ``duration_s`` is over."""
         if self._robot is not None and self._robot.poll() is not None:
@@ -119,10 +129,6 @@ class Service:
                     "ready; its message stands above (mujoco comes with 'ppstream[demo]')"
                 ]
             )
-        for child in (self._gateway, self._view):
-            if child is not None:
-                child.check_started()
-                self._rank0.on_second.append(child.check)
         if self._recorder is not None:
             self._rank0.on_second.append(self._log_losses)
         rank0, duration_s = self._rank0, self.config.service.duration_s

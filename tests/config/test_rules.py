@@ -5,7 +5,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from ppstream.config.rules import action_rule_problems
+from ppstream.config.load import read
+from ppstream.config.rules import action_rule_problems, rank_problems
 from ppstream.config.schema import ActionConfig
 
 PLAIN: dict[str, Any] = {
@@ -16,6 +17,8 @@ PLAIN: dict[str, Any] = {
     "high": (1.0, 1.0),
     "lease_ms": 200.0,
 }
+
+OPENPI = "gateway=[{wire='openpi',map={joints='j',top='t',wrist='w'}}]"  # at 127.0.0.1:8000
 
 
 def problems(**changes: Any) -> list[str]:
@@ -57,3 +60,23 @@ def test_rules_that_agree_are_no_problem() -> None:
 def test_each_disagreement_is_said_once_with_its_place(changes: dict[str, Any], said: str) -> None:
     (line,) = problems(**changes)
     assert said in line
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (("metrics.port=8000", "view.port=8000"), "view.port: got port 8000, which metrics of"),
+        (("metrics.port=8000", "view.port=8001"), "which metrics of rank 1 has; want another, or"),
+        (("metrics.port=8000", OPENPI), "gateway[0].listen: got port 8000, which metrics of rank"),
+        (("view.port=8000", OPENPI), "gateway[0].listen: got port 8000, which view.port has; w"),
+        (("metrics.port=65535",), "metrics.port: got 65535, want 65534 at most with 2 ranks"),
+    ],
+)
+def test_a_port_of_a_run_has_one_listener(settings: tuple[str, ...], said: str) -> None:
+    (found,) = rank_problems(read("two_cameras", settings), world_size=2)
+    assert said in found
+
+
+def test_ports_that_differ_or_are_any_free_ones_agree() -> None:
+    for settings in (("metrics.port=0", "view.port=0"), ("metrics.port=8001", OPENPI)):
+        assert rank_problems(read("two_cameras", settings), world_size=2) == []

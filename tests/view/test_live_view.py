@@ -219,6 +219,7 @@ def test_a_taken_port_ends_the_run_with_one_clear_line(tmp_path: Path) -> None:
         with Ranks(tmp_path, f"view.port={port}", config=DROID, world_size=1) as ranks:
             assert ranks.wait() == [ExitCode.CONFIG]
             assert f"view.port: 127.0.0.1:{port}: " in ranks.output()
+            assert "warming" not in ranks.output()
 
 
 # ---- the process by itself ------------------------------------------------------------------
