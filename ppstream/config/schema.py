@@ -220,7 +220,7 @@ class ActionConfig(Table, frozen=True):
 
     names: tuple[Name, ...]
     """Names of a chunk's columns, as robots know them."""
-    horizon: Count
+    horizon: Annotated[int, Meta(ge=1, le=65536)]
     """Steps of a chunk."""
     dt_ms: Positive
     """Time between two steps of a chunk."""

@@ -200,7 +200,6 @@ def _serve(
     try:
         with Service(config, run, rank0) as service:
             watching.show_robots(service.sessions)
-            service.check_started()  # first: a port that is taken ends the run at once
             bring_up(rank0, intake, service.sessions, run)
             if rank0.stop_reason is not None:
                 rank0.change_phase("draining")  # nothing was proven

@@ -85,6 +85,9 @@ class Service:
                 self._gateway = start_gateway(self.config, self._run, self.sessions.endpoint)
         if service.actions_file is not None:
             self._actions = ActionFile(Path(service.actions_file), len(self.config.actions.names))
+        for child in filter(None, (self._gateway, self._view)):
+            child.check_started()  # before bring-up: a port that is taken ends the run at once
+            self._rank0.on_second.append(child.check)
 
     def _close(self) -> None:
         """End what there is, from the last to the first: files, then processes that may stand.
@@ -109,16 +112,6 @@ class Service:
         self._rank0.log.flush()  # what it still has to tell
         for lost in recorder.close():
             self._rank0.log.event("recorder", **lost)
-
-    def check_started(self) -> None:
-        """Wait until the gateway and the view listen.
-
-        Raises:
-            ConfigError: one of them cannot, as where its port is taken.
-        """
-        for child in filter(None, (self._gateway, self._view)):
-            child.check_started()
-            self._rank0.on_second.append(child.check)
 
     def run(self) -> None:
         """Serve until a stop is asked for, the recording ends, or ``duration_s`` is over."""

@@ -118,7 +118,7 @@ def test_every_problem_is_reported_at_once_with_its_remedy(file: Path) -> None:
         "streams[0].rate_hz: got 'fast', want a number, above 0, or \"none\"",
         "streams[1].interpolation: got 'previus', want one of linear, previous, nearest, slerp, "
         "angle, cubic (did you mean 'previous'?)",
-        "actions.horizon: missing, want a whole number, at least 1",
+        "actions.horizon: missing, want a whole number, at least 1, at most 65536",
         "pipeline.d_out: got 65, want a whole number, at least 1, at most 64",
         "pipeline.din: unknown key (did you mean 'd_in'?)",
         "log.keep: got True, want a whole number, at least 1",
@@ -206,6 +206,7 @@ def test_text_of_the_wrong_form_is_told_the_right_one(file: Path, override: str,
     ("name", "most"),
     [
         ("log.ring", 262144),
+        ("actions.horizon", 65536),
         *((f"bringup.{name}", 1000000) for name in ("envelopes", "standalone", "warmup_max")),
     ],
 )
