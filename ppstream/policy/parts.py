@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 CALLS_TIMED: Final = 64  # newest ones of each part
+HOLES: Final = (".valid", ".age_s")  # ends of names of what tells that samples are missing
 
 Around = Callable[[str], AbstractContextManager[object]]
 _NOTHING: Final = nullcontext()
@@ -62,12 +63,19 @@ class PartSpecs(msgspec.Struct, frozen=True):
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
     stateless: bool = False  # keeps nothing from call to call
+    needs_samples: bool = False  # of every stream that it reads, whatever it knows of holes
 
 
 def specs_of(parts: Sequence[Policy]) -> tuple[PartSpecs, ...]:
     """Returns the specs of built parts; a policy of one part needs no name."""
     return tuple(
-        PartSpecs(name_of(part), tuple(part.inputs), tuple(part.outputs), is_stateless(part))
+        PartSpecs(
+            name_of(part),
+            tuple(part.inputs),
+            tuple(part.outputs),
+            is_stateless(part),
+            bool(getattr(part, "needs_samples", False)),
+        )
         for part in parts
     )
 
@@ -104,8 +112,13 @@ class Place:
 
 
 def names_read(parts: Iterable[PartSpecs]) -> frozenset[str]:
-    """Names of all tensors that any of ``parts`` reads."""
-    return frozenset(spec.name for part in parts for spec in part.inputs)
+    """Names of all tensors by which any of ``parts`` acts."""
+    return frozenset(
+        spec.name
+        for part in parts
+        for spec in part.inputs
+        if not (part.needs_samples and spec.name.endswith(HOLES))
+    )
 
 
 def cut(

@@ -36,7 +36,8 @@ class Policy(Protocol):
     ``mean`` and over ``std``; ``.valid [F]`` bool and ``.age_s [F]`` float32.
 
     Of a stream whose ``.valid`` and ``.age_s`` it does not name, it gets no window with a hole: a
-    robot is absent while the stream is missing or older than its ``max_age_ms``.
+    robot is absent while the stream is missing or older than its ``max_age_ms``. One that sets
+    ``needs_samples = True`` gets none of any stream, whatever it names.
 
     With ``actions.prefix_steps`` there are ``executed_prefix [P, action_dim]`` float32, the actions
     that the robot executes at the first P steps of the next chunk, and ``delay_steps []`` int64,

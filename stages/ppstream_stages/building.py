@@ -67,6 +67,7 @@ class PartNetwork(nn.Module):
 
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
+    needs_samples = False  # of every stream, even where it reads which are missing
     shards = False  # over the ranks of a mesh, where it has one; shares no weights then
 
     def cast(self, dtype: torch.dtype) -> None:
@@ -119,6 +120,7 @@ class NetworkPart:
         self._mesh = mesh if network.shards else None
         self._is_sharded = False
         self.weights = {key: tuple(weight.shape) for key, weight in network.named_parameters()}
+        self.needs_samples = network.needs_samples
         if hasattr(network, "instruct"):
             self.instruct = network.instruct
 

@@ -164,6 +164,7 @@ class LeRobotNetwork(PartNetwork):
         scales: by name of an input, and ``actions``: shift and spread; one without is identity.
     """
 
+    needs_samples = True  # it pads the frames before the first, and knows of no other hole
     #: Beginnings of names in a folder's file that only training needs.
     unused: tuple[str, ...] = ()
 
