@@ -158,7 +158,9 @@ def test_a_recording_is_whole_before_a_gateway_that_stands_is_ended(tmp_path: Pa
         PipelineInProcess(config, NewestValues(), tmp_path, inline=True) as pipeline,
         ThreadPoolExecutor() as threads,
     ):
-        service = Service(config, Run(tmp_path), pipeline.rank0)
+        run = Run(tmp_path)
+        run.describe(run_id="stands")  # the gateway counts requests beside it
+        service = Service(config, run, pipeline.rank0)
         others = {*children(os.getpid())}
         service.__enter__()
         (gateway,) = {*children(os.getpid())} - others
