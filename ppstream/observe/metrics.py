@@ -299,7 +299,9 @@ class Rank0Collector(RankCollector):
         )
         yield show.gauge("ppstream_lease_seconds", "Age at which actions expire.", self._lease_s)
         yield show.counter(
-            "ppstream_deadline_missed", "Envelopes past their lease on leaving.", counters.misses
+            "ppstream_deadline_missed",
+            "Envelopes past their lease on leaving, or when a robot had their chunk.",
+            counters.misses,
         )
 
     def ledger(self) -> Iterator[Metric]:
