@@ -23,10 +23,8 @@ MS: Final = 1e-6  # per ns
 def replica_shares(window: JudgedSpan) -> dict[int, float]:
     """Busy share of each replica by itself: the slowest one sets the pace of all."""
     topology, sent = window.topology, Counter(e.replica for e in window.measured)
-    means, usual = (
-        replicas_b_ns(window.measured, topology),
-        len(window.measured) / topology.replicas,
-    )
+    means = replicas_b_ns(window.measured, topology)
+    usual = len(window.measured) / topology.replicas
     return {rank: b_ns * sent.get(rank, usual) / window.span_ns for rank, b_ns in means.items()}
 
 

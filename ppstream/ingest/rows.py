@@ -68,7 +68,7 @@ class RowInput:
         """
         if self.session == 0 or self.awaits_text or self.reference.count == 0:
             return False
-        return not self._needed or not any(map(self._is_old, self._needed))
+        return not any(map(self._is_old, self._needed))
 
     def lacks(self, stream: str) -> bool:
         """True when no window is cut for want of samples of ``stream``, which is needed."""
