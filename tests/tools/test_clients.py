@@ -46,13 +46,13 @@ def test_each_answer_is_timed_and_is_of_its_own_observation() -> None:
 def test_eight_clients_are_judged_against_one_of_the_same_round() -> None:
     rates = [(20.0, 150.0), (25.0, 100.0), (10.0, 80.0)]
     found = [
-        ClientsCell(number, ROWS, count, rate, 10.0 * count, 99.0, 100, 0.0)
+        ClientsCell(number, ROWS, count, rate, 10.0 * count, 99.0, 100, 0.0, 0.0)
         for number, both in enumerate(rates)
         for count, rate in zip((1, 8), both, strict=True)
     ]
     found += [
-        ClientsCell(0, OPENPI, 8, 1e6, 1.0, 1.0, 1, 0.0),
-        ClientsCell(9, ROWS, 8, 1e6, 1.0, 1.0, 1, 0.0),
+        ClientsCell(0, OPENPI, 8, 1e6, 1.0, 1.0, 1, 0.0, 0.0),
+        ClientsCell(9, ROWS, 8, 1e6, 1.0, 1.0, 1, 0.0, 0.0),
     ]
     targets, claims = clients.judged(found)
     assert [target.reached for target in targets] == [20.0 / 150.0, 8.0]

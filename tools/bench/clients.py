@@ -17,6 +17,10 @@ log (one host: one clock), and so is with how many rows the policy was called. `
 our own client in rows, past the gateway. ``one rank`` runs all stages in turn, without a link,
 which is what ``ppstream run`` does on one GPU; ``rows, one rank`` is that behind the gateway.
 
+``--keep-freed`` has glibc keep what openpi's client frees. It gives large messages' memory back by
+default, and whether it does can hang on the length of a path: compare runs of equal ``faults``, the
+page faults a request of the clients.
+
 ``--work vla --gpus N`` cuts that policy over N GPUs, as ``vla_2`` to ``vla_4`` do; ``--work tiny``
 is the same on CPUs, with the policy of ``vla_tiny`` on its three ranks.
 """
@@ -108,6 +112,7 @@ WORDS: Final = {
 RATE_MIN: Final = 7.0  # times the requests of one client, at 8
 P50_MAX: Final = 1.35  # times the p50 of one client, at 8
 S: Final = 1e-9  # per ns
+KEEP_FREED: Final = dict.fromkeys(("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"), "33554432")
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +127,7 @@ class ClientsCell:
     p99_ms: float
     n: int
     foreign: float  # cores
+    faults: float  # page faults a request, of the clients
     over_ms: float | None = None  # p50 over the policy's own time
 
 
@@ -177,11 +183,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     with ending_cleanly(), tempfile.TemporaryDirectory(prefix="ppstream-bench-") as name:
         session = PeerBench(argparse.Namespace(peers=(OPENPI,)), Path(name))
         session.cpus = []  # nothing is pinned: nine processes and more share all there are
+        session.environment = KEEP_FREED if options.keep_freed else {}
         mode = (
             f"{options.rounds} rounds of {options.seconds:g} s a cell; {WORDS[options.work]}; "
             f"gather_ms {GATHER_MS[options.work]:g}"
         )
-        mode = "; ".join([mode, *options.settings])
+        mode = "; ".join([mode, *["freed memory kept"] * options.keep_freed, *options.settings])
         print_environment(mode)
         alone_ms = policy_alone_ms(options.work)
         if OPENPI in session.skipped:
@@ -216,6 +223,7 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--servers", nargs="+", choices=SERVERS, default=list(ON_CPU))
     parser.add_argument("--seconds", type=float, default=10.0, help="of each cell")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--keep-freed", action="store_true", help="memory of openpi's client")
     parser.add_argument("--gpus", type=int, choices=(1, 2, 3, 4), default=1, help="of --work vla")
     parser.add_argument("--set", action="append", default=[], metavar="PATH=VALUE", dest="settings")
     parser.add_argument("--json", type=Path, metavar="FILE")
@@ -227,15 +235,15 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def measure(
     session: PeerBench, server: str, served: ServerLog, clients: int, options: argparse.Namespace
-) -> tuple[float, float, float, int, float]:
-    """Requests a second, p50 and p99 in ms, their number, and cores busy with anything else."""
+) -> tuple[float, float, float, int, float, float]:
+    """What a cell has from ``per_s`` to ``faults``."""
     peer = TWO if server in ON_UNIX else OPENPI
     with ExitStack() as stack:
         robots = [
             stack.enter_context(AskingProcess(session, peer, served.address, options.work))
             for _ in range(clients)
         ]
-        cores = Cores()
+        cores, before = Cores(), sum(robot.page_faults() for robot in robots)
         with ThreadPoolExecutor(clients) as threads:
             asked = [
                 threads.submit(
@@ -250,6 +258,7 @@ def measure(
                 each.result() for each in asked
             ]
         foreign = cores.foreign()
+        faults = sum(robot.page_faults() for robot in robots) - before
     begin_ns = max(each[0][0] for each in answers) + round(SETTLE_S / S)
     end_ns = min(each[-1][1] for each in answers)
     taken_ms = [
@@ -260,26 +269,18 @@ def measure(
     ]
     for asked_ns, there_ns, timing in (answer for each in answers for answer in each):
         if begin_ns <= there_ns <= end_ns and "policy_ms" in timing:
-            infer_ms, wait_ms, policy_ms = (
-                timing[f"{key}_ms"] for key in ("infer", "wait", "policy")
-            )
+            infer_ms, wait_ms, policy_ms = (timing[f"{k}_ms"] for k in ("infer", "wait", "policy"))
+            client_ms = (there_ns - asked_ns) * S * 1e3 - infer_ms
+            spent = (client_ms, infer_ms - wait_ms - policy_ms, wait_ms, policy_ms)
             parts = served.told_ms.setdefault(clients, {})
-            for part, ms in zip(
-                TOLD,
-                (
-                    (there_ns - asked_ns) * S * 1e3 - infer_ms,
-                    infer_ms - wait_ms - policy_ms,
-                    wait_ms,
-                    policy_ms,
-                ),
-                strict=True,
-            ):
+            for part, ms in zip(TOLD, spent, strict=True):
                 parts.setdefault(part, []).append(ms)
     if clients == 1:
         served.alone += [(asked, there) for asked, there, _ in answers[0] if asked >= begin_ns]
     served.cells.append((clients, begin_ns, end_ns))
     found = spread(taken_ms)
-    return found.n / ((end_ns - begin_ns) * S), found.p50, found.p99, found.n, foreign
+    per_s, requests = found.n / ((end_ns - begin_ns) * S), sum(map(len, answers))
+    return per_s, found.p50, found.p99, found.n, foreign, faults / requests
 
 
 @contextmanager
@@ -439,7 +440,7 @@ def over_the_policy(found: Sequence[ClientsCell]) -> list[Target]:
 def print_cells(found: Sequence[ClientsCell]) -> None:
     """Medians over the rounds with their range."""
     heads = ("clients", "requests/s", "x of 1", "p50 ms", "p99 ms", "over the policy", "foreign")
-    print("\n" + f"{'server':22}" + "".join(f"{head:>22}" for head in heads))
+    print("\n" + f"{'server':22}" + "".join(f"{head:>22}" for head in (*heads, "faults")))
     for server in dict.fromkeys(cell.server for cell in found):
         rows = [cell for cell in found if cell.server == server]
         ones = {cell.round: cell.per_s for cell in rows if cell.clients == 1}
@@ -455,6 +456,7 @@ def print_cells(found: Sequence[ClientsCell]) -> None:
                 range_text([cell.p99_ms for cell in here], 1),
                 range_text(over, 2) if over else "",
                 range_text([cell.foreign for cell in here], 2),
+                range_text([cell.faults for cell in here], 1),
             )
             print(f"{server:22}" + "".join(f"{column:>22}" for column in columns))
 

@@ -145,6 +145,7 @@ class PeerBench:
         self.versions: dict[str, str] = {}
         self.skipped: dict[str, str] = {}
         self.pythons = dict.fromkeys((*OURS, REP), sys.executable)
+        self.environment: dict[str, str] = {}  # of peers and robots, besides the usual
         free = sorted(os.sched_getaffinity(0))
         #: Of the process that is asked, of the robot, and of the second process behind the first.
         self.cpus = [free[0], free[min(1, len(free) - 1)], free[min(2, len(free) - 1)]]
@@ -372,6 +373,11 @@ class AskingProcess:
     def __exit__(self, *error: Any) -> None:
         self._program.__exit__(*error)
 
+    def page_faults(self) -> int:
+        """Pages that the robot's process has faulted in so far."""
+        text = Path(f"/proc/{self._process.pid}/stat").read_text()
+        return int(text.rpartition(")")[2].split()[7])
+
     def order(self, **order: Any) -> Any:
         """Returns what the robot measured."""
         assert self._process.stdin is not None
@@ -389,6 +395,7 @@ def program(
         "OMP_NUM_THREADS": "1",
         "OPENBLAS_NUM_THREADS": "1",
         "RAY_USAGE_STATS_ENABLED": "0",
+        **session.environment,
     }
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     process = subprocess.Popen([session.pythons[peer], *module], env=environment, **pipes)
