@@ -5,19 +5,34 @@ Logic takes ``now_ns`` as an argument; only this file reads the clock.
 
 from __future__ import annotations
 
+import math
 import time
-from typing import Protocol
+from typing import Final, Protocol
+
+from ppstream.core.errors import SpecError
 
 NS_PER_S = 1_000_000_000
 NS_PER_MS = 1_000_000
 #: Longest time-out that poll(2) and sockets take, an int of milliseconds: 24.8 days.
 POLL_NS_MAX = (2**31 - 1) * NS_PER_MS
+ENDLESS_NS: Final = 2**62  # 146 years: locks and conditions take no longer time-out than 292
 
 #: CLOCK_MONOTONIC in nanoseconds: shared by all processes of one host.
 now_ns = time.monotonic_ns
 
 #: CPU time of the calling thread in nanoseconds: it stands while the thread waits or sleeps.
 thread_cpu_ns = time.thread_time_ns
+
+
+def limit_ns(timeout_s: float) -> int:
+    """Returns the nanoseconds of a time-out; ``ENDLESS_NS`` for ``math.inf`` and what is longer.
+
+    Raises:
+        SpecError: it is NaN.
+    """
+    if math.isnan(timeout_s):
+        raise SpecError(f"timeout_s: got {timeout_s}, want seconds, or math.inf to wait endlessly")
+    return round(min(timeout_s * NS_PER_S, ENDLESS_NS))
 
 
 class Clock(Protocol):

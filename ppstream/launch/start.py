@@ -29,7 +29,7 @@ from ppstream.config import load
 from ppstream.config.schema import PipelineConfig
 from ppstream.config.to_toml import as_toml, toml_value
 from ppstream.control.peer_process import bound_command
-from ppstream.core.clock import NS_PER_S, now_ns
+from ppstream.core.clock import limit_ns, now_ns
 from ppstream.core.errors import ExitCode, PpstreamError
 from ppstream.launch.in_thread import ThreadRank
 from ppstream.observe.run_folder import EventLog, Run
@@ -155,7 +155,7 @@ class StartedRun:
 
     def wait_ready(self, timeout_s: float | None = None) -> None:
         """Wait until robots are served. Raises as ``start``."""
-        until_ns = None if timeout_s is None else now_ns() + round(timeout_s * NS_PER_S)
+        until_ns = None if timeout_s is None else now_ns() + limit_ns(timeout_s)
         while self.phase not in ("ready", "degraded"):
             if (code := self._ranks.poll()) is not None:
                 told = self._ranks.reason

@@ -13,7 +13,7 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any, Final
 
-from ppstream.core.clock import NS_PER_S, now_ns
+from ppstream.core.clock import NS_PER_S, limit_ns, now_ns
 from ppstream.core.errors import ReceiverEndedError
 from ppstream.robot.answer import Answer, Asking
 from ppstream.robot.client import RobotClient
@@ -156,7 +156,7 @@ async def ask_on_loop(
     ``in_thread`` calls ``ask`` where that cannot be: while another asks, or when the server is on
     another host. A cancelled call continues there until its timeout. Errors as ``ask`` raises them.
     """
-    until_ns = now_ns() + round(timeout_s * NS_PER_S)
+    until_ns = now_ns() + limit_ns(timeout_s)
     asking = client.begin_asking(samples, stamp_ns)
     if asking is None:
         return await in_thread(client.ask, samples, timeout_s, stamp_ns)

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ppstream.core.clock import NS_PER_MS, NS_PER_S, Clock, now_ns
+from ppstream.core.clock import NS_PER_MS, NS_PER_S, Clock, limit_ns, now_ns
 from ppstream.core.errors import PpstreamError
 from ppstream.robot.answer import Answer, Asking
 from ppstream.robot.connection import CLOSED, RobotLink
@@ -230,7 +230,7 @@ class RobotClient:
 
         Args:
             samples: values ``[dim]`` by stream, sent in this order: the one that ends windows last.
-            timeout_s: how long the chunk may take.
+            timeout_s: how long the chunk may take; ``math.inf``: without limit, as in all waits.
             stamp_ns: of all samples; None: now.
 
         Raises:
@@ -241,7 +241,7 @@ class RobotClient:
             PpstreamError: ``connect`` was not called, or this is a callback of the client.
             ReceiverEndedError: the receiving thread ended by an exception.
         """
-        until_ns = now_ns() + round(timeout_s * NS_PER_S)
+        until_ns = now_ns() + limit_ns(timeout_s)
         self._living_link().refuse_callbacks()
         asking = self.begin_asking(samples, stamp_ns, wait_s=timeout_s)
         if asking is None:
@@ -326,14 +326,14 @@ class RobotClient:
         """
         link = self._living_link()
 
-        def answered() -> Conditioned | None:
+        def given() -> Conditioned | None:
             answer = self.conditioned
             return answer if answer and answer.conditioning_epoch >= epoch else None
 
         with link.changed:
-            link.changed.wait_for(lambda: answered() or link.is_ended, timeout_s)
+            link.changed.wait_for(lambda: given() or link.is_ended, limit_ns(timeout_s) / NS_PER_S)
         link.raise_failure()
-        return answered()
+        return given()
 
     def executed(self, chunk: ActionChunk, at_ns: int) -> bool:
         """Tell that the first action of ``chunk`` was executed at ``at_ns``, the robot's clock.

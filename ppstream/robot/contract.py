@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from ppstream.core.clock import NS_PER_MS, NS_PER_S, now_ns
+from ppstream.core.clock import NS_PER_MS, NS_PER_S, limit_ns, now_ns
 from ppstream.core.errors import HandshakeError, PeerLostError
 from ppstream.core.waiter import Waiter
 from ppstream.robot.outbox import Stream
@@ -46,7 +46,7 @@ def ask_contract(endpoint: str, keys: ClientKeys | None, timeout_s: float) -> De
     waiter.register(socket.fd)
     socket.wake = waiter.wake
     question = _Question(endpoint, socket)
-    until_ns = now_ns() + round(timeout_s * NS_PER_S)
+    until_ns = now_ns() + limit_ns(timeout_s)
     try:
         while (now := now_ns()) < until_ns:
             question.send_due(now)

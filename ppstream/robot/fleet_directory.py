@@ -16,7 +16,7 @@ from urllib.parse import urlencode, urlsplit
 
 import msgspec
 
-from ppstream.core.clock import NS_PER_S, now_ns
+from ppstream.core.clock import limit_ns, now_ns
 from ppstream.core.errors import ConfigError, PeerLostError
 from ppstream.wire.directory_messages import ANSWER_BYTES_MAX, RESOLVE, Resolved, Unresolved
 from ppstream.wire.endpoints import endpoint_problem, is_local
@@ -112,7 +112,7 @@ class FleetDirectory:
         Raises:
             PeerLostError: none is within ``limit_s``; the message has the last answer.
         """
-        until_ns = now_ns() + round(limit_s * NS_PER_S)
+        until_ns = now_ns() + limit_ns(limit_s)
         while True:
             try:
                 return self.find()

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from threading import Condition
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from ppstream.core.clock import NS_PER_MS, NS_PER_S, now_ns
+from ppstream.core.clock import NS_PER_MS, NS_PER_S, limit_ns, now_ns
 from ppstream.core.errors import HandshakeError, PeerLostError
 from ppstream.robot.session import HOPELESS
 
@@ -90,7 +90,7 @@ def wait_for(
     ``told.say`` is called after 2 s, when the reason changes, and each 10 s.
     """
     began_ns = now_ns()
-    until_ns = None if timeout_s is None else began_ns + round(timeout_s * NS_PER_S)
+    until_ns = None if timeout_s is None else began_ns + limit_ns(timeout_s)
     said, due_ns = "", began_ns + SILENT_NS
     while True:
         left_ns = [] if until_ns is None else [until_ns - now_ns()]

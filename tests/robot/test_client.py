@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 import os
 import re
 import subprocess
@@ -730,6 +731,21 @@ def test_an_observation_is_asked_for_its_chunk_on_the_callers_thread() -> None:
         assert client.push("joints", now_ns(), [1, 2, 3])  # its own thread reads again
         wait_until(lambda: client.timeline.statistics().received == 21)
         wait_until(lambda: threads[-1] is not threading.current_thread())
+
+
+def test_waits_may_be_endless_and_nan_is_no_limit() -> None:
+    with (
+        serving(make_config(), answers=True) as server,
+        make_client(server.sessions.endpoint, streams=None, contract_s=math.inf) as client,
+    ):
+        client.connect(math.inf)
+        assert client.wait_ready(math.inf)
+        assert client.ask(BOTH, math.inf).refusal is None
+        assert client.ask(BOTH, 1e300).refusal is None
+        assert client.wait_conditioned(client.instruct("pick"), math.inf)
+        for wait in (client.wait_ready, lambda limit_s: client.ask(BOTH, limit_s)):
+            with pytest.raises(SpecError, match="got nan, want seconds"):
+                wait(math.nan)
 
 
 def test_several_threads_may_ask_and_each_gets_its_own() -> None:
