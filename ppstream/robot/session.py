@@ -195,9 +195,13 @@ class RobotSession:
             self._hello_ns = now_ns
 
     def moved(self, now_ns: int) -> None:
-        """Another server is to be asked from now on, at once."""
+        """Another server is to be asked from now on, at once.
+
+        Behind a refusal the pauses go on growing: the others may be full, too.
+        """
+        if self.refused is None:
+            self._retry_ns = RETRY_NS[0]
         self.refused = None
-        self._retry_ns = RETRY_NS[0]
         self._hello_ns = now_ns
 
     def reject(self, chunk: ActionChunk) -> str | None:

@@ -49,6 +49,23 @@ def test_while_nobody_is_connected_the_pause_stays_short() -> None:
         assert robot.due_ns == now + RETRY_NS[0]
 
 
+def test_servers_that_refuse_in_turn_are_asked_more_and_more_seldom() -> None:
+    robot, now, pauses = session(), 0, []
+    for _ in range(8):
+        robot.was_sent(now, sent=True)
+        robot.on_answer(m.Refused("full", ()), now)
+        pauses.append(robot.due_ns - now)
+        now = robot.due_ns
+        robot.moved(now)
+        assert robot.due_ns == now  # each is asked at once
+    assert pauses[:3] == [50 * MS, 100 * MS, 200 * MS]
+    assert pauses[-1] == RETRY_NS[1]
+    robot.was_sent(now, sent=True)
+    robot.moved(now)  # from one that did not answer
+    robot.was_sent(now, sent=True)
+    assert robot.due_ns == now + RETRY_NS[0]
+
+
 def test_samples_put_a_ping_off() -> None:
     robot = session()
     robot.on_answer(welcome(), 0)
