@@ -1,8 +1,9 @@
-"""TensorSpec: a named tensor's shape and dtype, without torch."""
+"""TensorSpec: a named tensor's shape and dtype, without torch; and the ends of window names."""
 
 from __future__ import annotations
 
 import math
+from typing import Final
 
 import msgspec
 
@@ -20,6 +21,9 @@ DTYPE_BYTES = {
     "float8_e4m3fn": 1,
     "bool": 1,
 }
+#: Ends of the names of what tells that samples are missing, as in ``"proprio.valid"``.
+VALID: Final = ".valid"
+AGE_S: Final = ".age_s"
 
 
 class TensorSpec(msgspec.Struct, frozen=True):

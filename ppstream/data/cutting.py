@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from ppstream.core.clock import NS_PER_MS, NS_PER_S
-from ppstream.ingest.camera_frames import FrameWriter, camera_specs
+from ppstream.ingest.camera_frames import FrameWriter, camera_names, camera_specs
 from ppstream.ingest.window import group_names, stream_source
 from ppstream_kernels import ResamplePlan, resample_streams
 
@@ -258,11 +258,11 @@ def _written(camera: StreamConfig, pixels: Tensor, is_there: Tensor) -> Mapping[
 
 
 def _frame_tensors(camera: StreamConfig, raw: RawStream, ends_ns: Tensor) -> Mapping[str, Tensor]:
-    is_there = raw.values >= 0
+    names, is_there = camera_names(camera), raw.values >= 0
     age_ns = torch.where(is_there, ends_ns[:, None] - raw.stamps_ns, 0)
     max_age_ns = round(camera.max_age_ms * NS_PER_MS)
     return {
         f"{camera.name}.frame_index": raw.values.clone(),
-        f"{camera.name}.valid": is_there & (age_ns <= max_age_ns),
-        f"{camera.name}.age_s": (age_ns.double() / NS_PER_S).float(),
+        names.valid: is_there & (age_ns <= max_age_ns),
+        names.age_s: (age_ns.double() / NS_PER_S).float(),
     }

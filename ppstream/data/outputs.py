@@ -11,6 +11,7 @@ import numpy as np
 
 from ppstream.config.schema import PipelineConfig
 from ppstream.core.errors import ConfigError
+from ppstream.core.specs import VALID
 from ppstream.data.episode import Cut, RecordedEpisode, episodes_of
 from ppstream.data.inputs import DataInput, read_input
 from ppstream.recording.camera_images import need_jpeg
@@ -147,7 +148,7 @@ def squeezed(array: NDArray[Any]) -> NDArray[Any]:
 def share_invalid(chunk: dict[str, NDArray[Any]], counts: dict[str, list[int]]) -> None:
     """Adds a chunk's invalid targets, and all of them, to ``counts`` by group."""
     for name, array in chunk.items():
-        if name.endswith(".valid"):
-            one = counts.setdefault(name.removesuffix(".valid"), [0, 0])
+        if name.endswith(VALID):
+            one = counts.setdefault(name.removesuffix(VALID), [0, 0])
             one[0] += int(array.size - np.count_nonzero(array))
             one[1] += array.size

@@ -20,7 +20,7 @@ import torch
 
 from ppstream.core.clock import now_ns
 from ppstream.core.errors import PolicyError
-from ppstream.core.specs import TensorSpec
+from ppstream.core.specs import AGE_S, VALID, TensorSpec
 from ppstream.policy.batch_sizes import ALWAYS, PRESENT, rows_call
 from ppstream.policy.compiled import CompiledPart, compiled_parts
 from ppstream.policy.host_staged import zeros
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 CALLS_TIMED: Final = 64  # newest ones of each part
-HOLES: Final = (".valid", ".age_s")  # ends of names of what tells that samples are missing
 
 Around = Callable[[str], AbstractContextManager[object]]
 _NOTHING: Final = nullcontext()
@@ -117,7 +116,7 @@ def names_read(parts: Iterable[PartSpecs]) -> frozenset[str]:
         spec.name
         for part in parts
         for spec in part.inputs
-        if not (part.needs_samples and spec.name.endswith(HOLES))
+        if not (part.needs_samples and spec.name.endswith((VALID, AGE_S)))
     )
 
 
