@@ -19,7 +19,7 @@ from ppstream.core.errors import ConfigError
 from ppstream.fleet.directory import Directory, PipelineStatus
 from ppstream.observe.http_server import HttpRequest, HttpResponse, HttpServer
 from ppstream.wire.directory_messages import RESOLVE, STATUS, Resolved
-from ppstream.wire.endpoints import LOCAL_NAMES, is_local
+from ppstream.wire.endpoints import LOCAL_NAMES, bracketed, is_local
 from ppstream.wire.fields import MAX_NAME
 
 
@@ -71,8 +71,7 @@ class DirectoryServer:
             raise ConfigError(
                 [f"directory.listen: cannot listen on {listen}: {error.strerror}"]
             ) from error
-        named = f"[{address}]" if ":" in address else address
-        self.url = f"http://{named}:{self._server.port}"
+        self.url = f"http://{bracketed(address)}:{self._server.port}"
 
     def close(self) -> None:
         """Stop serving and free the port."""

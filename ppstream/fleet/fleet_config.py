@@ -18,7 +18,7 @@ from ppstream.config.validate import find_problems, normalise
 from ppstream.core.errors import ConfigError
 from ppstream.fleet.directory_server import listen_problem
 from ppstream.robot.fleet_directory import bearer
-from ppstream.wire.endpoints import endpoint_problem
+from ppstream.wire.endpoints import bracketed, endpoint_problem
 from ppstream.wire.keys import server_keys
 
 LISTEN: Final = "127.0.0.1:5871"
@@ -96,7 +96,8 @@ def read(file: Path) -> FleetPlan:
 
 def endpoint_of(template: str, pipeline: str, node: str, port: int) -> str:
     """The address of one pipeline; ``{uid}`` stays for the run to fill in."""
-    filled = template.replace("{pipeline}", pipeline).replace("{node}", node)
+    bare = template.replace("[{node}]", "{node}")
+    filled = bare.replace("{pipeline}", pipeline).replace("{node}", bracketed(node))
     return filled.replace("{port}", str(port))
 
 

@@ -197,5 +197,6 @@ def _phase(port: int) -> str:
 
 
 def _free_port(host: str) -> int:
-    with socket.create_server((host, 0)) as probe:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.create_server((host, 0), family=family) as probe:
         return int(probe.getsockname()[1])

@@ -20,6 +20,7 @@ from zmq.utils.monitor import parse_monitor_message
 
 from ppstream.config.schema import GatewayConfig
 from ppstream.core.clock import now_ns
+from ppstream.wire.endpoints import bracketed
 from ppstream.wire.zmq_socket import HANDSHAKE_MS, silent_for
 
 CHOSEN: Final = "this client has set zmq.IDENTITY: leave that unset, others could get its actions"
@@ -227,4 +228,4 @@ def _bind(socket: zmq.asyncio.Socket, gateway: GatewayConfig, host: str, port: i
     for option, value in options.items():
         socket.set(option, value)
     address = sockets.getaddrinfo(host, port, type=sockets.SOCK_STREAM)[0][4][0]
-    socket.bind(f"tcp://[{address}]:{port}" if ":" in str(address) else f"tcp://{address}:{port}")
+    socket.bind(f"tcp://{bracketed(str(address))}:{port}")

@@ -30,6 +30,7 @@ from ppstream.gateway.lerobot_robot import Observed, ServedRobot, Step
 from ppstream.gateway.request_log import CountedRequest, RequestCounts
 from ppstream.gateway.session import GatewaySession, Reply, gateway_keys, reason_of
 from ppstream.gateway.wires import Access
+from ppstream.wire.endpoints import bracketed
 from ppstream.wire.lerobot import (
     PIECE_MESSAGE_BYTES,
     Assembly,
@@ -89,7 +90,7 @@ class LerobotServer:
     def address(self) -> str:
         """As ``WireServer``."""
         host, _ = _address(self._gateway)
-        return f"{_bracketed(host)}:{self._port}"
+        return f"{bracketed(host)}:{self._port}"
 
     async def __aenter__(self) -> LerobotServer:
         silence_ms = round(self._gateway.silence_s * NS_PER_S / NS_PER_MS)
@@ -112,7 +113,7 @@ class LerobotServer:
         self._server.add_generic_rpc_handlers((self._handlers(),))
         host, port = _address(self._gateway)
         try:
-            self._port = self._server.add_insecure_port(f"{_bracketed(host)}:{port}")
+            self._port = self._server.add_insecure_port(f"{bracketed(host)}:{port}")
         except RuntimeError as error:
             reason = "in use, or not an address of this host"
             raise OSError(errno.EADDRINUSE, reason) from error
@@ -410,7 +411,7 @@ def describe(config: PipelineConfig, gateway: GatewayConfig) -> str:
     fps = round(NS_PER_S / NS_PER_MS / actions.dt_ms)
     lines += [
         "python -m lerobot.async_inference.robot_client \\",
-        f"  --server_address={_bracketed(host)}:{port} --fps={fps} \\",
+        f"  --server_address={bracketed(host)}:{port} --fps={fps} \\",
         f"  --actions_per_chunk={actions.horizon} --policy_type=act \\",
         "  --pretrained_name_or_path=none --robot.type=ROBOT --robot.port=PORT",
     ]
@@ -426,10 +427,6 @@ def _address(gateway: GatewayConfig) -> tuple[str, int]:
     address = listen_address(listen_of(gateway))
     assert address is not None, "checked with the configuration"
     return address
-
-
-def _bracketed(host: str) -> str:
-    return f"[{host}]" if ":" in host else host
 
 
 def _readable(peer: str) -> str:

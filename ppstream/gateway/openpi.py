@@ -40,6 +40,7 @@ from ppstream.gateway.session import (
 from ppstream.gateway.shared_server import BoundedListener, Room, listen, process_count, share_of
 from ppstream.gateway.wires import Access, sessions_max, sockets_max
 from ppstream.robot.contract import ask_contract
+from ppstream.wire.endpoints import bracketed
 from ppstream.wire.openpi import decode, encode
 from ppstream.wire.robot_messages import SERVING
 
@@ -99,8 +100,7 @@ class OpenpiServer:
         if self._connections is not None:
             return "connections of another process"
         host, port = next(iter(self._servers[0].sockets)).getsockname()[:2]
-        host = f"[{host}]" if ":" in host else host
-        return f"{'ws' if self._tls is None else 'wss'}://{host}:{port}"
+        return f"{'ws' if self._tls is None else 'wss'}://{bracketed(host)}:{port}"
 
     async def __aenter__(self) -> OpenpiServer:
         address = listen_address(listen_of(self._gateway))

@@ -21,6 +21,7 @@ from ppstream.config.schema import GatewayConfig, PipelineConfig
 from ppstream.control.peer_process import bound_command
 from ppstream.core.cpus import usable_cpus
 from ppstream.core.errors import ConfigError
+from ppstream.wire.endpoints import bracketed
 
 logger = logging.getLogger("ppstream")
 
@@ -173,8 +174,7 @@ class SharedServer:
     def address(self) -> str:
         """As ``WireServer``."""
         host, port = self._listeners[0].getsockname()[:2]
-        host = f"[{host}]" if ":" in host else host
-        return f"{'ws' if self._gateway.certfile is None else 'wss'}://{host}:{port}"
+        return f"{'ws' if self._gateway.certfile is None else 'wss'}://{bracketed(host)}:{port}"
 
     async def __aenter__(self) -> SharedServer:
         address = listen_address(listen_of(self._gateway))

@@ -19,7 +19,7 @@ import msgspec
 from ppstream.core.clock import limit_ns, now_ns
 from ppstream.core.errors import ConfigError, PeerLostError
 from ppstream.wire.directory_messages import ANSWER_BYTES_MAX, RESOLVE, Resolved, Unresolved
-from ppstream.wire.endpoints import endpoint_problem, is_local
+from ppstream.wire.endpoints import bracketed, endpoint_problem, is_local
 from ppstream.wire.http_answer import HTTP_OK, SCHEMES, HttpAnswer, get_whole
 from ppstream.wire.keys import ClientKeys, client_keys
 
@@ -78,8 +78,7 @@ class FleetDirectory:
         if (secret_file is None) != (not server_files):
             raise ConfigError(["secret_file and server_files: want both, or neither"])
         self._url, self.robot = url.rstrip("/"), robot
-        host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
-        self._is_here = is_local(f"tcp://{host}:{port}")
+        self._is_here = is_local(f"tcp://{bracketed(parts.hostname)}:{port}")
         self._keys = {} if secret_file is None else _trusted(secret_file, server_files)
         self._headers = {} if token_file is None else bearer(token_file)
         self.pipeline = ""  # that was named last

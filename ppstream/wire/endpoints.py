@@ -34,6 +34,11 @@ def endpoint_problem(endpoint: str) -> str | None:
     return None
 
 
+def bracketed(host: str) -> str:
+    """Returns ``host`` as it stands in front of ``:PORT``: an IPv6 address in brackets."""
+    return f"[{host}]" if ":" in host else host
+
+
 def unix_path(endpoint: str) -> str | None:
     """Returns PATH of ``unix://PATH``; None for any other endpoint.
 

@@ -65,6 +65,7 @@ class SharedSocket:
         self.malformed = 0
         self.has_more = False
         self._socket.set(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+        self._socket.set(zmq.IPV6, int("[" in endpoint))
         for option, value in options.items():
             self._socket.set(option, value)
         self._start(endpoint)

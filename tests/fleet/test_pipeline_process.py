@@ -128,20 +128,21 @@ def test_a_node_without_the_files_says_so(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("endpoint", "says"),
+    ("endpoint", "node", "says"),
     [
-        ("tcp://{node}:{port}", r"^node 192\.0\.2\.9 cannot start it: \[Errno 99\] Cannot assign"),
-        ("unix:///dev/null/{pipeline}", r"^node 192\.0\.2\.9 cannot start it: .*'/dev/null'"),
+        ("tcp://{node}:{port}", "192.0.2.9", r"\[Errno 99\] Cannot assign"),
+        ("tcp://{node}:{port}", "2001:db8::9", r"\[Errno 99\] Cannot assign"),
+        ("unix:///dev/null/{pipeline}", "192.0.2.9", r".*'/dev/null'"),
     ],
 )
 def test_an_address_that_the_node_cannot_have_is_said(
-    endpoint: str, says: str, tmp_path: Path
+    endpoint: str, node: str, says: str, tmp_path: Path
 ) -> None:
     plan = fleet_config.read(fleet_in(tmp_path))
     plan = replace(plan, fleet=replace(plan.fleet, endpoint=endpoint))
-    told = start(plan, "arms-0", "192.0.2.9").report()
+    told = start(plan, "arms-0", node).report()
     assert told.phase == "ended"
-    assert re.search(says, told.exit)
+    assert re.search(f"^node {node} cannot start it: {says}", told.exit)
 
 
 def test_status_is_a_table_and_says_by_its_code_whether_all_serve(

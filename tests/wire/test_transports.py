@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import socket
+from contextlib import closing
 from pathlib import Path
 
 import pytest
+from robot_rig import wait_until
 
 from ppstream.core.errors import ConfigError
 from ppstream.wire.endpoints import UNIX_PATH_MAX_BYTES
@@ -51,6 +54,18 @@ def test_keys_are_of_tcp_alone(tmp_path: Path) -> None:
 def test_nothing_that_other_hosts_reach_is_bound_without_keys(endpoint: str) -> None:
     with pytest.raises(ConfigError, match="ppstream keys"):
         bind_server(endpoint)
+
+
+@pytest.mark.skipif(not socket.has_ipv6, reason="this host has no IPv6")
+def test_an_ipv6_address_of_this_host_is_bound_and_reached() -> None:
+    with (
+        closing(bind_server("tcp://[::1]:*")) as server,
+        closing(connect_client(server.endpoint)) as client,
+    ):
+        wait_until(lambda: client.send(b"hello"))
+        found: list[bytes] = []
+        wait_until(lambda: found.extend(bytes(frame.body) for frame in server.drain()) or found)
+        assert found == [b"hello"]
 
 
 def test_a_robot_does_not_try_another_host_without_keys() -> None:
