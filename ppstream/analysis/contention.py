@@ -18,8 +18,9 @@ from ppstream.analysis.period_model import StageTimes
 from ppstream.analysis.places import StageBTimes, lines_of
 from ppstream.analysis.records import Envelope, IsolatedTimes, PolicyLine, RunLog, Topology
 from ppstream.analysis.scores import Primary, mean_times, resource_names, saved_share
-from ppstream.analysis.segments import ALONE, BRING_UP, JudgedSpan
+from ppstream.analysis.segments import ALONE, JudgedSpan
 from ppstream.core.cpus import Machine
+from ppstream.core.phases import BRING_UP
 
 SHORT_SHARE: Final = 0.05  # of the period: a shorter stage cannot be what overlap is about
 MOVED_MAX: Final = 0.25  # of a stage alone, between both measurements

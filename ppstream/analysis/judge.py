@@ -45,7 +45,7 @@ from ppstream.analysis.run_statistics import (
 )
 from ppstream.analysis.safety_counts import QueueMaxima, queue_maxima, safety_counts
 from ppstream.analysis.scores import Primary, compat, form_of, primary, resource_names
-from ppstream.analysis.segments import BRING_UP, IDLE_PERIODS, SERVING, JudgedSpan, select_window
+from ppstream.analysis.segments import IDLE_PERIODS, JudgedSpan, select_window
 from ppstream.analysis.statements import Diagnosis, Model, in_ms, statements
 from ppstream.analysis.summary import figures, sentence
 from ppstream.analysis.thread_time import stage_cpu, unnamed
@@ -62,6 +62,7 @@ from ppstream.analysis.verdict import (
 )
 from ppstream.core.cpus import Machine
 from ppstream.core.errors import LogError
+from ppstream.core.phases import BRING_UP, SERVING
 from ppstream.core.quantiles import quantiles
 
 MODEL_ERROR: Final = 0.03  # of the period: the closed form is good for that on healthy runs

@@ -7,8 +7,9 @@ from typing import Final
 
 from ppstream.analysis.records import RunLog
 from ppstream.analysis.run_statistics import shown
-from ppstream.analysis.segments import SERVING, JudgedSpan
+from ppstream.analysis.segments import JudgedSpan
 from ppstream.core.errors import OTHER_LEFT, ExitCode
+from ppstream.core.phases import SERVING
 
 #: No failures of a rank: the verdict itself tells of those of the gate.
 AS_ASKED: Final = (ExitCode.DRAINED, ExitCode.GATE_FAIL, ExitCode.GATE_INCONCLUSIVE)

@@ -14,9 +14,8 @@ from statistics import fmean, median, pstdev
 from typing import Final
 
 from ppstream.analysis.records import Envelope, RunLog, Topology
+from ppstream.core.phases import BRING_UP
 
-BRING_UP: Final = "bring-up"
-SERVING: Final = ("ready", "degraded")  # robots are served; degraded: not by all there is
 ALONE: Final = "alone"  # mode of envelopes that went one by one, to time a stage by itself
 WARMUP_MIN: Final = 10  # envelopes
 STEADY_RUN: Final = 20  # envelopes that must look alike before warm-up is over

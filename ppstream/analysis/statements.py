@@ -23,7 +23,6 @@ from ppstream.analysis.scores import (
     missing_stages,
     resource_title,
 )
-from ppstream.analysis.segments import BRING_UP
 from ppstream.analysis.verdict import (
     ACCEPTABLE,
     EFFICIENCY_MIN,
@@ -40,6 +39,7 @@ from ppstream.analysis.verdict import (
     too_much_unnamed,
     unaudited,
 )
+from ppstream.core.phases import BRING_UP
 
 SAME: Final = 0.005  # a relative difference that rounds to nothing
 STRICT_MIN: Final = 0.995  # a period below the slowest stage alone: that stage was not alone

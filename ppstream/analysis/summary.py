@@ -13,9 +13,9 @@ from ppstream.analysis.replicas import slow_replica
 from ppstream.analysis.run_report import Figure, RunReport, ServiceReport
 from ppstream.analysis.run_statistics import HARMLESS
 from ppstream.analysis.scores import resource_title
-from ppstream.analysis.segments import BRING_UP
 from ppstream.analysis.statements import in_ms
 from ppstream.analysis.verdict import ACCEPTABLE
+from ppstream.core.phases import BRING_UP
 
 #: Reasons that a busy machine gives.
 SLOWED: Final = frozenset(

@@ -21,9 +21,10 @@ from ppstream.analysis.records import LogEvent, RunLog
 from ppstream.analysis.replicas import replica_shares
 from ppstream.analysis.run_statistics import Spoilt, wait_share
 from ppstream.analysis.scores import CEILING_MIN, Primary, form_of, missing_stages
-from ppstream.analysis.segments import BRING_UP, JudgedSpan
+from ppstream.analysis.segments import JudgedSpan
 from ppstream.analysis.thread_time import Unnamed
 from ppstream.core.cpus import Machine
+from ppstream.core.phases import BRING_UP
 from ppstream.core.quantiles import Quantiles
 
 N_MIN: Final = 100

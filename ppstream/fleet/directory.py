@@ -16,8 +16,8 @@ from typing import Final
 import msgspec
 
 from ppstream.core.clock import NS_PER_S
+from ppstream.core.phases import SERVING
 from ppstream.wire.directory_messages import Resolved, Unresolved
-from ppstream.wire.robot_messages import SERVING
 
 SILENT_NS: Final = 2 * NS_PER_S  # a pipeline that has reported nothing for longer serves nobody
 TTL_NS: Final = 3 * NS_PER_S

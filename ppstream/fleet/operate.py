@@ -13,11 +13,11 @@ from rich.console import Console
 
 from ppstream.core.clock import NS_PER_S, now_ns
 from ppstream.core.errors import ConfigError
+from ppstream.core.phases import SERVING
 from ppstream.fleet import fleet_config, status
 from ppstream.fleet.directory_server import DirectoryStatus
 from ppstream.fleet.fleet_config import FleetPlan
 from ppstream.fleet.pipeline_process import ENDED
-from ppstream.wire.robot_messages import SERVING
 
 LOOK_S: Final = 0.5
 NOT_ALL: Final = 1

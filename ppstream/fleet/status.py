@@ -13,11 +13,11 @@ from rich.console import Console
 from rich.table import Table
 
 from ppstream.core.errors import ConfigError
+from ppstream.core.phases import SERVING
 from ppstream.fleet import fleet_config
 from ppstream.fleet.directory_server import DirectoryStatus
 from ppstream.wire.directory_messages import STATUS
 from ppstream.wire.http_answer import HTTP_OK, get_whole
-from ppstream.wire.robot_messages import SERVING
 
 ANSWER_LIMIT_S: Final = 2.0  # to the last byte
 ANSWER_BYTES_MAX: Final = 1 << 24  # of some 10,000 pipelines

@@ -27,6 +27,7 @@ from ppstream.config.gateway_rules import listen_address, listen_of, rank0_endpo
 from ppstream.config.schema import GatewayConfig, PipelineConfig
 from ppstream.core.clock import NS_PER_MS, NS_PER_S, now_ns
 from ppstream.core.errors import PpstreamError, ProtocolError, SpecError
+from ppstream.core.phases import SERVING
 from ppstream.gateway.key_map import KeyMap, source_of
 from ppstream.gateway.request_log import CountedRequest, RequestCounts
 from ppstream.gateway.session import (
@@ -42,7 +43,6 @@ from ppstream.gateway.wires import Access, sessions_max, sockets_max
 from ppstream.robot.contract import ask_contract
 from ppstream.wire.endpoints import bracketed
 from ppstream.wire.openpi import decode, encode
-from ppstream.wire.robot_messages import SERVING
 
 logger = logging.getLogger("ppstream")
 library_logger = logging.getLogger("ppstream.gateway.websockets")

@@ -14,8 +14,8 @@ from prometheus_client import CollectorRegistry, GCCollector, ProcessCollector
 from prometheus_client.exposition import choose_encoder
 
 from ppstream.core.errors import ConfigError
+from ppstream.core.phases import SERVING
 from ppstream.observe.http_server import HttpRequest, HttpResponse, HttpServer
-from ppstream.wire.robot_messages import SERVING
 
 if TYPE_CHECKING:
     from prometheus_client.registry import Collector

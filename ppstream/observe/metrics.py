@@ -15,6 +15,7 @@ import torch
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
+from ppstream.core.phases import PHASES
 from ppstream.core.version import VERSION
 from ppstream.observe import memory as gpu_memory
 from ppstream.observe import metric_families as show
@@ -28,15 +29,6 @@ if TYPE_CHECKING:
     from ppstream.observe.log_writer import TimestampLog
     from ppstream.observe.statistics import CreditStatistics, SessionStatistics
 
-PHASES: Final = (
-    "starting",
-    "warming",
-    "bring-up",
-    "ready",
-    "degraded",
-    "draining",
-    "stopped",
-)
 VERDICTS: Final = ("PASS", "FAIL", "INCONCLUSIVE")
 S: Final = show.S
 KINDS: Final = ("allocated", "allocated_max", "reserved", "non_torch", "free", "total")

@@ -28,9 +28,9 @@ from rich.text import Text
 from ppstream.analysis.log_reader import log_files
 from ppstream.core.clock import NS_PER_S, now_ns
 from ppstream.core.errors import ConfigError, LogError
+from ppstream.core.phases import SERVING
 from ppstream.observe.run_folder import EventLog, events_in
 from ppstream.wire.http_answer import HTTP_OK, get_whole
-from ppstream.wire.robot_messages import SERVING
 
 PERIOD_S: Final = 1.0
 ANSWER_LIMIT_S: Final = 2.0

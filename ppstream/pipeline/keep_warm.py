@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Final
 
 from ppstream.core.clock import NS_PER_MS, NS_PER_S, now_ns
 from ppstream.core.errors import MAX_TEXT
+from ppstream.core.phases import SERVING
 from ppstream.core.rhythm import AHEAD_NS, Rhythm
 from ppstream.core.user_code import message_of
-from ppstream.wire.robot_messages import SERVING
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -15,13 +15,14 @@ import msgspec
 from ppstream.control.watchdog import ProgressMark, is_patient, stage_b_limit_ns
 from ppstream.core.clock import NS_PER_S, now_ns
 from ppstream.core.cpus import RunDelay
+from ppstream.core.phases import SERVING
 from ppstream.core.user_code import Fault, FirstFaults
 from ppstream.ingest.intake import stream_lines
 from ppstream.pipeline.flight import Flight
 from ppstream.pipeline.stage_c import NoEmitter
 from ppstream.pipeline.time_accounting import LINK, TimeAccount
 from ppstream.policy.unwritten import policy_fault
-from ppstream.wire.robot_messages import SERVING, ChunkReport
+from ppstream.wire.robot_messages import ChunkReport
 
 if TYPE_CHECKING:
     from collections import deque

@@ -17,6 +17,7 @@ from ppstream.config.schema import DemoConfig, PipelineConfig
 from ppstream.control.peer_process import bound_command
 from ppstream.core.clock import now_ns
 from ppstream.core.errors import ConfigError
+from ppstream.core.phases import SERVING
 from ppstream.ingest.intake import build_intake
 from ppstream.ingest.sensor_health import SensorChange, SensorState
 from ppstream.ingest.sources import RecordedSource, Source
@@ -27,7 +28,6 @@ from ppstream.pipeline.pacing import Pacing, Scheduled, service_pacing
 from ppstream.recording.action_file import ActionFile
 from ppstream.recording.mcap_writer import open_recorder
 from ppstream.sessions.server import Sessions
-from ppstream.wire.robot_messages import SERVING
 
 if TYPE_CHECKING:
     from ppstream.recording.recorder import Recorder

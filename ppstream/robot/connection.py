@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Final
 
 from ppstream.core.clock import NS_PER_MS, NS_PER_S, Clock, now_ns
 from ppstream.core.errors import ConfigError, PeerLostError, PpstreamError, ReceiverEndedError
+from ppstream.core.phases import ENDING
 from ppstream.core.waiter import Waiter
 from ppstream.robot.session import RETRY_NS, RobotSession
 from ppstream.wire.endpoints import unix_path
@@ -44,7 +45,6 @@ logger = logging.getLogger("ppstream")
 SLICE_NS: Final = 50 * NS_PER_MS  # of a guest's wait: so late it sees that the link is closed
 TURN_LATE_NS: Final = 250 * NS_PER_MS  # so late a guest sends what the thread did not come to
 GIVE_UP_NS: Final = 500 * NS_PER_MS  # without a session at one server of a fleet: ask for another
-LEAVING: Final = frozenset({"draining", "stopped"})  # phases of a server that is about to go
 VISIT_S: Final = 0.002  # for what the link's thread is reading; an event loop may wait so long
 JOIN_S: Final = 2.0  # the thread waits for nothing that wake() does not end
 CLOSED: Final = "this client was closed; make another"
@@ -326,7 +326,7 @@ class RobotLink:
             since_ns = self._trying_ns
             if since_ns is not None and now - since_ns < patience_ns:
                 return
-            failed = since_ns is not None or session.phase in LEAVING
+            failed = since_ns is not None or session.phase in ENDING
         try:
             place = directory.find(failed=failed)
         except PeerLostError as error:
@@ -471,7 +471,7 @@ class RobotLink:
             now = now_ns()
             if self.session.on_answer(message, now):
                 self._send_due(now)  # the instruction: before samples follow
-            if self.directory is not None and self.session.phase in LEAVING:
+            if self.directory is not None and self.session.phase in ENDING:
                 self.session.on_lost(now_ns())  # another pipeline may serve at once
             self.changed.notify_all()
 

@@ -14,11 +14,11 @@ import msgspec
 from ppstream.core.clock import NS_PER_MS, NS_PER_S
 from ppstream.core.durations import Durations
 from ppstream.core.errors import SpecError
+from ppstream.core.phases import SERVING
 from ppstream.robot.sample_rates import SampleRates
 from ppstream.robot.statistics import Reconnecting
 from ppstream.wire.fields import MAX_NAME, WIRE_MAJOR, WIRE_MINOR, encoder
 from ppstream.wire.robot_messages import (
-    SERVING,
     ActionChunk,
     Conditioned,
     Hello,

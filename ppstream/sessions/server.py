@@ -17,6 +17,7 @@ from ppstream import native
 from ppstream.core.clock import NS_PER_MS, NS_PER_S, Clock
 from ppstream.core.clock import now_ns as clock_ns
 from ppstream.core.errors import ConfigError, ProtocolError
+from ppstream.core.phases import ENDING, SERVING
 from ppstream.ingest.sample_ledger import RATE
 from ppstream.observe.statistics import SessionStatistics
 from ppstream.sessions.contract import (
@@ -45,7 +46,6 @@ from ppstream.wire.message_memory import LargeMessage
 from ppstream.wire.message_socket import Frame
 from ppstream.wire.robot_messages import (
     NO_BYTES,
-    SERVING,
     ActionChunk,
     Bye,
     Describe,
@@ -67,7 +67,6 @@ if TYPE_CHECKING:
 
 LOOK_NS: Final = 100 * NS_PER_MS  # who is alone is read in the usual way so often
 LOST_PAUSE_NS: Final = 20 * NS_PER_MS  # between two answers to strangers: no amplifier of a flood
-ENDING: Final = frozenset({"draining", "stopped"})  # phases in which nobody is admitted
 
 
 class _Alone(NamedTuple):

@@ -269,12 +269,8 @@ class Refused(Message, frozen=True, tag=18):
     details: Annotated[tuple[Text, ...], Meta(max_length=MAX_DETAILS)]
 
 
-#: Phases in which samples and actions flow; in any other a robot holds.
-SERVING: Final = frozenset({"ready", "degraded"})
-
-
 class Phase(Message, frozen=True, tag=19):
-    """The run changed its phase; the robot holds unless it is one of ``SERVING``."""
+    """The run changed its phase; the robot holds unless it is one of ``core.phases.SERVING``."""
 
     phase: Name
 
