@@ -27,6 +27,7 @@ from ppstream.config.field_types import (
 )
 
 REPLICAS_MAX: Final = 16
+D_IN_MAX: Final = 64
 ENVELOPES_MAX: Final = 1_000_000  # before ready: more is a mistyped number, and never ends
 LOG_RING_MAX: Final = 1 << 18  # records are made before the first envelope
 
@@ -49,7 +50,7 @@ class PipelineShape(Table, frozen=True):
     threads: Literal["auto", "serial", "split"] = "auto"
     """Threads of rank 0: serial on one, split for receiving and decoding on another; auto splits
     for long front parts. Set split when C is long."""
-    d_in: Annotated[int, Meta(ge=1, le=64)] = 2
+    d_in: Annotated[int, Meta(ge=1, le=D_IN_MAX)] = 2
     """Envelopes that wait for the policy; unless stated the number of ranks, a mesh counted as one.
     Lower it for younger actions, raise it for uneven stages."""
     d_out: Annotated[int, Meta(ge=1, le=64)] = 2

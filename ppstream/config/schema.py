@@ -41,6 +41,7 @@ from ppstream.config.run_tables import ServiceConfig as ServiceConfig
 from ppstream.config.run_tables import SimulateConfig as SimulateConfig
 from ppstream.config.run_tables import ViewConfig as ViewConfig
 
+ROWS_MAX: Final = 1024
 CHANNELS: Final = 3  # of a frame: red, green, blue
 RING_MARGIN: Final = 2.0  # a stream may run at twice its nominal rate before a ring is too short
 RATE_MARGIN: Final = 4.0  # times its declared rate a robot may send, each sample by itself
@@ -190,7 +191,7 @@ class WindowConfig(Table, frozen=True):
 class BatchConfig(Table, frozen=True):
     """Fixed robot rows of one envelope."""
 
-    rows: Annotated[int, Meta(ge=1, le=1024)] = 1
+    rows: Annotated[int, Meta(ge=1, le=ROWS_MAX)] = 1
     """Robots of one envelope, a fixed row each. Raise it to serve several robots with one policy.
     """
     sizes: tuple[Count, ...] | Literal["powers", "all", "whole"] = "powers"

@@ -18,7 +18,8 @@ from typing import Any, Final, Literal, get_args
 
 import numpy as np
 
-from ppstream.config.run_tables import REPLICAS_MAX
+from ppstream.config.run_tables import D_IN_MAX, REPLICAS_MAX
+from ppstream.config.schema import ROWS_MAX
 from ppstream.core.errors import ConfigError
 from ppstream.fleet import outages, simulation
 from ppstream.fleet.outages import Failures
@@ -121,22 +122,30 @@ def _full(
 
 
 def _with_spares(fleet: FleetQuestion, one: Candidate, rng: np.random.Generator) -> Candidate:
-    """The fewest pipelines of this build that hold the robots through failures."""
+    """The fewest pipelines of this build that hold the robots through failures.
+
+    Each try doubles the spares, up to those that suffice; what lies between is halved.
+    """
     needed = math.ceil(fleet.robots / one.rows)
-    for spares in range(SPARES_MAX + 1):
-        count = needed + spares
-        held = outages.simulate(fleet.robots, count, one.rows, fleet.failures, rng)
+    found, too_few, spares = None, -1, 0
+    while too_few + 1 < (SPARES_MAX + 1 if found is None else found.spares):
+        held = outages.simulate(fleet.robots, needed + spares, one.rows, fleet.failures, rng)
         if held.without_row_share <= fleet.without_row_max:
             day_s = 24 * outages.S_PER_H
-            times = held.share * day_s, held.without_row_share * day_s
-            return replace(
+            found = replace(
                 one,
-                pipelines=count,
+                pipelines=needed + spares,
                 spares=spares,
-                held_s_per_day=times[0],
-                without_row_s_per_day=times[1],
+                held_s_per_day=held.share * day_s,
+                without_row_s_per_day=held.without_row_share * day_s,
             )
-    return replace(one, is_fit=False, lacks="spares")
+        else:
+            too_few = spares
+        if found is None:
+            spares = min(max(1, 2 * spares), SPARES_MAX)
+        else:
+            spares = (too_few + found.spares) // 2
+    return found or replace(one, is_fit=False, lacks="spares")
 
 
 def _percentiles(values: np.ndarray[tuple[int], np.dtype[np.float64]]) -> tuple[float, float]:
@@ -197,32 +206,40 @@ def _builds(args: argparse.Namespace) -> Iterator[tuple[ServiceTimes, Shape, int
     if args.b_ms and args.rows:
         raise ConfigError([f"--rows: got {args.rows} with --b-ms, want --b-ms {args.rows}=MS"])
     if args.b_ms and (base is not None or args.a_ms is not None):
-        choices = dict(_by_rows(args.b_ms))
+        choices = _by_rows(args.b_ms)
     elif base is not None:
         choices = {args.rows or base.rows: base.places}
     else:
         raise ConfigError(["want --report FILE, or --a-ms and --b-ms: the times of the stages"])
     for rows, places in choices.items():
+        if rows > ROWS_MAX:
+            raise ConfigError([f"rows of a pipeline: got {rows}, want {ROWS_MAX} at most"])
         times = _times(args, base, places, rows)
         for replicas in args.replicas:
             if replicas > 1 and len(places) > 1:
                 text = f"got {replicas} with {len(places)} places, want 1: a chain has no replicas"
                 raise ConfigError([f"--replicas: {text}"])
+            d_in = args.d_in or (max(times.d_in, replicas + 1) if replicas > 1 else times.d_in)
             if replicas > REPLICAS_MAX:
                 raise ConfigError([f"--replicas: got {replicas}, want {REPLICAS_MAX} at most"])
+            if d_in > D_IN_MAX:
+                raise ConfigError([f"--d-in: got {d_in}, want {D_IN_MAX} at most"])
             shape = Shape(args.pacing, args.threads, replicas, args.gather_ms)
-            d_in = args.d_in or (max(times.d_in, replicas + 1) if replicas > 1 else times.d_in)
             gpus = args.gpus_rank0 + len(places) * times.mesh * replicas
             yield replace(times, d_in=d_in), shape, gpus
 
 
-def _by_rows(texts: Sequence[str]) -> Iterator[tuple[int, tuple[Duration, ...]]]:
+def _by_rows(texts: Sequence[str]) -> dict[int, tuple[Duration, ...]]:
     """``ROWS=B1,B2``: the time of each place of a pipeline with so many rows."""
+    found: dict[int, tuple[Duration, ...]] = {}
     for text in texts:
         rows, _, durations = text.rpartition("=")
         if not (rows or "1").isdecimal() or int(rows or 1) < 1:
             raise ConfigError([f"--b-ms: got {text!r}, want ROWS=MS, such as 8=31"])
-        yield int(rows or 1), tuple(Duration.parse(one) for one in durations.split(","))
+        if int(rows or 1) in found:
+            raise ConfigError([f"--b-ms: got {text!r} beside another time of its rows, want one"])
+        found[int(rows or 1)] = tuple(Duration.parse(one) for one in durations.split(","))
+    return found
 
 
 def _times(

@@ -9,6 +9,7 @@ import pytest
 
 from ppstream.core.errors import ConfigError
 from ppstream.fleet import plan as planning
+from ppstream.fleet.outages import Held
 from ppstream.fleet.plan import NO_ANSWER, main
 from ppstream.fleet.service_times import Duration, of_report
 from ppstream.launch.commands import main as ppstream
@@ -128,6 +129,9 @@ def test_every_gpu_of_a_mesh_is_counted(replicas: int, tmp_path: Path, capsys) -
         (("--b-ms", "8=20,14", "--replicas", "2"), "--replicas: got 2 with 2 places, want 1"),
         (("--b-ms", "8=20", "--replicas", "17"), "--replicas: got 17, want 16 at most"),
         (("--b-ms", "20", "--rows", "8"), "--rows: got 8 with --b-ms, want --b-ms 8=MS"),
+        (("--b-ms", "8=10", "8=20"), "--b-ms: got '8=20' beside another time of its rows"),
+        (("--b-ms", "1025=20"), "rows of a pipeline: got 1025, want 1024 at most"),
+        (("--b-ms", "8=20", "--d-in", "65"), "--d-in: got 65, want 64 at most"),
         (("--b-ms", "20", "--hz", "0.03"), "got 4 with --hz 0.03, want 67 or more"),
         (("--report", "."), "run.json: cannot be read"),
     ],
@@ -145,6 +149,22 @@ def test_nothing_negative_is_taken(name: str, capsys) -> None:
     with pytest.raises(SystemExit):
         main([*QUESTION, *TIMES, "--b-ms", "8=20", name, "-1"])
     assert f"{name}: got -1, want 0 or more" in capsys.readouterr().err
+
+
+def test_spares_are_found_and_given_up_in_few_tries(capsys, monkeypatch) -> None:
+    tried: list[int] = []
+
+    def served(_: int, pipelines: int, *__: object) -> Held:
+        tried.append(pipelines)
+        return Held(0.0, float(pipelines < enough))
+
+    monkeypatch.setattr(planning.outages, "simulate", served)
+    for spares, tries in ((0, 1), (1, 2), (100, 15), (1000, 21), (1001, 12)):
+        tried.clear()
+        enough = 63 + spares
+        (one,) = answer(capsys, *QUESTION, *TIMES, "--b-ms", "8=34")["candidates"]
+        assert one["pipelines"] == (enough if spares <= 1000 else 0)
+        assert len(tried) <= tries
 
 
 def test_failures_that_no_spares_make_up_for_are_said_as_such(capsys, monkeypatch) -> None:
