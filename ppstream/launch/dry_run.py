@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import prod
+from pathlib import Path
 from typing import Final
 
 from ppstream import native
@@ -23,6 +24,7 @@ from ppstream.launch.placement import Placement, RankPlan, place
 from ppstream.links.device_link import AHEAD, slot_count
 from ppstream.links.headers import link_shape
 from ppstream.links.slots import LinkShape, SlotLayout
+from ppstream.observe.run_folder import check_root
 from ppstream.pipeline.stage_a import LONG_FRONT_MS
 from ppstream.policy.compatibility import build_decoder, build_parts, check_parts, places_of
 from ppstream.policy.parts import Place, name_of, specs_of
@@ -64,6 +66,8 @@ def describe(config: PipelineConfig, world_size: int, local_world_size: int | No
             check_parts(config, specs_of(parts), inputs)
         else:
             places = places_of(config, specs_of(parts), inputs, inline=world_size == 1)
+    with _collecting(found):
+        check_root(Path(config.log.root))
     with _collecting(found):
         server_keys(config.service.secret_key, config.service.allowed_keys)
     with _collecting(found):

@@ -14,6 +14,7 @@ import re
 import secrets
 import shutil
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -340,6 +341,19 @@ def _lock(fd: int) -> None:
 def _cannot_write(path: Path, error: OSError) -> ConfigError:
     remedy = "make room, or set log.root elsewhere"
     return ConfigError([f"log.root: cannot write to {path}: {error.strerror}; {remedy}"])
+
+
+def check_root(root: Path) -> None:
+    """Make a folder where ``root`` is, or would be made, and remove it.
+
+    Raises:
+        ConfigError: it cannot be made; permissions alone do not tell, as on a read-only disk.
+    """
+    there = next(path for path in (root, *root.parents) if os.access(path, os.F_OK))
+    try:
+        tempfile.TemporaryDirectory(prefix=".ppstream-", dir=there).cleanup()
+    except OSError as error:
+        raise _cannot_write(root, error) from error
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import ctypes
 import resource
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -225,6 +226,15 @@ def test_every_problem_of_user_code_is_found_at_once(
     assert "no __call__; no reset(); no inputs, a tuple of TensorSpec; no outputs" in policy
     said = "decode.target: given_policy:build_decoder called sys.exit('no calibration') at "
     assert decoder.startswith(said + __file__)
+
+
+def test_a_log_that_cannot_be_made_is_a_problem_and_trying_leaves_nothing(
+    given: ModuleType, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=r"log\.root: cannot write to /proc/none: No such file"):
+        describe(config(log={"root": "/proc/none"}), 2)
+    assert "no problem found" in describe(config(log={"root": f"{tmp_path}/new/logs"}), 2)
+    assert [*tmp_path.iterdir()] == []
 
 
 def test_the_last_port_is_the_last_rank_s(given: ModuleType) -> None:
