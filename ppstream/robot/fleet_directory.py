@@ -101,9 +101,8 @@ class FleetDirectory:
             found = msgspec.json.decode(answer.body, type=Resolved)
         except (OSError, HTTPException, msgspec.DecodeError) as error:
             raise PeerLostError(f"{self._url}: no directory answers: {error}") from None
-        place = FleetPlace(found.pipeline, found.endpoint, self._keys_for(found))
-        self.pipeline = place.pipeline
-        return place
+        self.pipeline = found.pipeline
+        return FleetPlace(found.pipeline, found.endpoint, self._keys_for(found))
 
     def wait(self, limit_s: float) -> FleetPlace:
         """Ask until a pipeline is named.
@@ -123,6 +122,8 @@ class FleetDirectory:
     def _keys_for(self, found: Resolved) -> ClientKeys | None:
         """Keys for the pipeline; raises PeerLostError where it may not move this robot."""
         problem = endpoint_problem(found.endpoint)
+        if problem is None and found.endpoint.startswith("tcp:") and found.endpoint.endswith(":*"):
+            problem = f"got {found.endpoint!r}, want the port at which it listens"
         if problem is None and found.server_key is not None:
             if keys := self._keys.get(found.server_key.encode()):
                 return keys

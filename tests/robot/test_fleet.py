@@ -221,6 +221,17 @@ def test_no_pipeline_at_all_is_an_error_of_the_start(pipelines: Pipelines) -> No
         RobotClient.from_fleet(asks, find_s=0.1, streams=STREAMS, actions=ACTIONS)
 
 
+@pytest.mark.parametrize("endpoint", ["tcp://127.0.0.1:*", "tcp://127.0.0.1:70000", "nonsense"])
+def test_an_address_that_cannot_be_one_is_an_error_of_the_start(
+    pipelines: Pipelines, endpoint: str
+) -> None:
+    for name in ("a", "b"):
+        pipelines.tell(name, endpoint=endpoint)
+    asks = FleetDirectory(pipelines.face.url, "arm")
+    with pytest.raises(PeerLostError, match="names a, which is not trusted: got"):
+        RobotClient.from_fleet(asks, find_s=0.1)
+
+
 def test_ask_is_answered_by_whichever_pipeline_serves(pipelines: Pipelines) -> None:
     with pipelines.robot() as client:
         client.connect()
