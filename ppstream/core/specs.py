@@ -21,7 +21,10 @@ DTYPE_BYTES = {
     "float8_e4m3fn": 1,
     "bool": 1,
 }
-#: Ends of the names of what tells that samples are missing, as in ``"proprio.valid"``.
+#: Ends of names in a window, as in ``"proprio.valid"``: a group's samples, or a camera's, and what
+#: tells that some are missing.
+VALUES: Final = ".values"
+FRAMES: Final = ".frames"
 VALID: Final = ".valid"
 AGE_S: Final = ".age_s"
 

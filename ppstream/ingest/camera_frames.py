@@ -18,7 +18,7 @@ from torch.nn.functional import interpolate
 
 from ppstream.config.schema import CHANNELS
 from ppstream.core.clock import NS_PER_MS, NS_PER_S
-from ppstream.core.specs import AGE_S, VALID, TensorSpec
+from ppstream.core.specs import AGE_S, FRAMES, VALID, TensorSpec
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -44,7 +44,7 @@ class CameraNames(NamedTuple):
 
 
 def camera_names(stream: StreamConfig) -> CameraNames:
-    return CameraNames(f"{stream.name}.frames", stream.name + VALID, stream.name + AGE_S)
+    return CameraNames(stream.name + FRAMES, stream.name + VALID, stream.name + AGE_S)
 
 
 def camera_specs(stream: StreamConfig) -> tuple[TensorSpec, ...]:

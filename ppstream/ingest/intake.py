@@ -6,19 +6,23 @@ robots. So a robot may connect early, and nothing made up ever reaches a window 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from ppstream.core.clock import NS_PER_MS
-from ppstream.ingest.camera_frames import camera_names
+from ppstream.core.errors import ConfigError
 from ppstream.ingest.ring import RingBank
-from ppstream.ingest.rows import RowInput
+from ppstream.ingest.rows import Need, RowInput
 from ppstream.ingest.sample_ledger import Balance, SampleLedger, total
-from ppstream.ingest.window import WindowCutter, group_names
+from ppstream.ingest.window import WindowCutter
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping
+    from collections.abc import Iterable, Iterator
 
     from ppstream.config.schema import PipelineConfig
+
+NOTHING_READ: Final[Mapping[str, bool]] = {}
+BLIND: Final = "the policy reads this stream and cannot see that it is missing"
 
 
 class Intake(NamedTuple):
@@ -29,42 +33,63 @@ class Intake(NamedTuple):
     banks: Mapping[str, RingBank]  # the rings' memory, by stream
 
 
-def build_intake(config: PipelineConfig, reads: Collection[str] = ()) -> Intake:
+def build_intake(config: PipelineConfig, blind: Mapping[str, bool] = NOTHING_READ) -> Intake:
     """Empty rings for every stream and row, and their cutter.
 
     Args:
         config: of the run.
-        reads: names of inputs of the policy. A robot has no window while a stream is missing or
-            older than its ``max_age_ms`` that the policy reads without ``valid`` and ``age_s``.
+        blind: cameras and groups of which the policy reads samples and acts as if they were there.
+            A robot has no window while a stream of these is missing at its end, or older than
+            ``max_age_ms``, or a camera has fewer than ``image.frames``; of those that are False
+            one frame is enough.
+
+    Raises:
+        ConfigError: these streams are optional, or come too seldom.
     """
+    needs = {name: need for name, need in _needs(config, blind) if name != config.reference.name}
+    if problems := [*_optional(config, needs), *_seldom(config, needs)]:
+        raise ConfigError(problems)
     banks = {
         stream.name: RingBank(stream, config.batch.rows, config.ring_samples(stream))
         for stream in config.streams
     }
-    stale_ns = round(config.reach_ms * NS_PER_MS)
-    needed_ns, reference = _needed_ns(config, reads), config.reference.name
+    stale_ns, reference = round(config.reach_ms * NS_PER_MS), config.reference.name
     rows = tuple(
-        RowInput(banks, row, reference, stale_ns, needed_ns) for row in range(config.batch.rows)
+        RowInput(banks, row, reference, stale_ns, needs) for row in range(config.batch.rows)
     )
     return Intake(rows, WindowCutter(config, rows, banks), banks)
 
 
-def _needed_ns(config: PipelineConfig, reads: Collection[str]) -> dict[str, int]:
-    """By stream that the policy reads blindly, how old its newest sample may be."""
-    blind = [camera for camera in config.cameras if _is_blind(camera_names(camera), reads)]
-    for group, streams in config.groups.items():
-        blind += streams if _is_blind(group_names(group), reads) else ()
-    return {
-        stream.name: round(stream.max_age_ms * NS_PER_MS)
-        for stream in blind
-        if stream.name != config.reference.name
-    }
+def _needs(config: PipelineConfig, blind: Mapping[str, bool]) -> Iterator[tuple[str, Need]]:
+    for name, is_whole in blind.items():
+        for stream in config.streams:
+            image = stream.image
+            if (stream.group if image is None else stream.name) == name:
+                frames = image.frames if image is not None and is_whole else 1
+                yield stream.name, Need(round(stream.max_age_ms * NS_PER_MS), frames)
 
 
-def _is_blind(names: tuple[str, str, str], reads: Collection[str]) -> bool:
-    """True when samples are read, and neither whether they are valid nor how old they are."""
-    samples, *known_by = names
-    return samples in reads and not any(name in reads for name in known_by)
+def _optional(config: PipelineConfig, needs: Mapping[str, Need]) -> Iterator[str]:
+    for index, gateway in enumerate(config.gateway):
+        for name, entry in gateway.map.items():
+            if name in needs and isinstance(entry, Mapping) and entry.get("optional"):
+                yield (
+                    f"gateway[{index}].map.{name}.optional: got true, want false: {BLIND}, so that "
+                    "a robot without it gets no actions"
+                )
+
+
+def _seldom(config: PipelineConfig, needs: Mapping[str, Need]) -> Iterator[str]:
+    for index, stream in enumerate(config.streams):
+        if stream.name in needs and stream.rate_hz is not None:
+            period_ms = 1000 / stream.rate_hz
+            if stream.max_age_ms < period_ms:
+                yield (
+                    f"streams[{index}].max_age_ms: got {stream.max_age_ms:g} for {stream.name!r}, "
+                    f"want at least the {period_ms:g} ms between two samples at rate_hz = "
+                    f"{stream.rate_hz:g}: {BLIND}, so that robots get no actions while its newest "
+                    "sample is older"
+                )
 
 
 def stream_lines(intake: Intake) -> dict[str, dict[str, object]]:

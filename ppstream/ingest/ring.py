@@ -259,6 +259,16 @@ class SensorRing(native.Ring):
             self.settled = stop
         return self._stamp_of(stop - 1)
 
+    def newest_at(self, end_ns: int, samples: int) -> int:
+        """Returns the stamp of the newest sample that is not newer than ``end_ns``.
+
+        ``NEVER_NS`` where it holds fewer than ``samples``, 1 or more, of these.
+        """
+        stop = self.accepted if self.newest_ns <= end_ns else self._number_after(end_ns)
+        if stop - (self.accepted - self.count) < samples:
+            return NEVER_NS
+        return self._stamp_of(stop - 1)
+
     def clear(self, reason: str) -> None:
         """Empty the ring; what no window has used yet is dropped for ``reason``."""
         if self._tap is not None:

@@ -11,7 +11,15 @@ from ppstream.ingest.ring import RingBank, SensorRing
 from ppstream.ingest.sample_ledger import CLOCK_JUMP, CLOSED, NEW_EPISODE
 from ppstream.ingest.stamp_filter import StampFilter
 
-NOTHING_NEEDED: Final[Mapping[str, int]] = {}
+
+class Need(NamedTuple):
+    """What a window must have of a stream, as the policy cannot see that it is missing."""
+
+    most_ns: int  # how much older than the window's end its newest sample may be
+    samples: int = 1  # not newer than the end
+
+
+NOTHING_NEEDED: Final[Mapping[str, Need]] = {}
 
 
 class Commitment(NamedTuple):
@@ -36,8 +44,7 @@ class RowInput:
         banks: one per stream, by its name.
         row: this place's index in them.
         reference: the stream whose newest stamp ends the window.
-        needed_ns: by stream without whose samples the policy acts blindly, how much older than the
-            reference's its newest may be.
+        needs: by stream without whose samples the policy acts blindly.
         stale_ns: samples that were so much longer on their way than others are refused.
     """
 
@@ -47,12 +54,12 @@ class RowInput:
         row: int,
         reference: str,
         stale_ns: int | None = None,
-        needed_ns: Mapping[str, int] = NOTHING_NEEDED,
+        needs: Mapping[str, Need] = NOTHING_NEEDED,
     ) -> None:
         self.clock = StampFilter(lambda: self._clear(CLOCK_JUMP), stale_ns)
         self.rings = {name: SensorRing(bank, row, self.clock) for name, bank in banks.items()}
         self.reference = self.rings[reference]
-        self._needed = tuple((self.rings[name], most_ns) for name, most_ns in needed_ns.items())
+        self.needs = tuple((self.rings[name], need) for name, need in needs.items())
         self.session = 0
         self.session_epoch = 0
         self.instruction_id = 0  # 0: none
@@ -63,17 +70,20 @@ class RowInput:
 
     @property
     def present(self) -> bool:
-        """True when a window can be cut: the row is taken, awaits no text, the reference stream has
-        a sample, and every stream that is needed has one that is young enough.
+        """True when a window can be cut: the row is taken, hidden by nothing, and the reference
+        stream has a sample.
         """
-        if self.session == 0 or self.awaits_text or self.reference.count == 0:
-            return False
-        return not any(map(self._is_old, self._needed))
+        return self.session != 0 and self.reference.count > 0 and not self.is_hidden
+
+    @property
+    def is_hidden(self) -> bool:
+        """True when no window may show the row: it awaits its text, or lacks samples."""
+        return self.awaits_text or any(map(self._is_unmet, self.needs))
 
     def lacks(self, stream: str) -> bool:
         """True when no window is cut for want of samples of ``stream``, which is needed."""
         ring = self.rings[stream]
-        return any(needed[0] is ring and self._is_old(needed) for needed in self._needed)
+        return any(need[0] is ring and self._is_unmet(need) for need in self.needs)
 
     def open(self, session: int, *, is_real_time: bool = True) -> None:
         """Give the free place to ``session``; false for a recording fed at any other speed."""
@@ -96,9 +106,9 @@ class RowInput:
         self._clear(NEW_EPISODE)
         self.session_epoch += 1
 
-    def _is_old(self, needed: tuple[SensorRing, int]) -> bool:
-        ring, most_ns = needed
-        return self.reference.newest_ns - ring.newest_ns > most_ns
+    def _is_unmet(self, of: tuple[SensorRing, Need]) -> bool:
+        (ring, need), end_ns = of, self.reference.newest_ns
+        return end_ns - ring.newest_at(end_ns, need.samples) > need.most_ns
 
     def _clear(self, reason: str) -> None:
         self.commitment = None

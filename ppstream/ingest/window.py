@@ -17,7 +17,7 @@ import torch
 from ppstream import native
 from ppstream.config.window_ranges import ranges_of
 from ppstream.core.clock import NS_PER_MS
-from ppstream.core.specs import AGE_S, VALID, TensorSpec
+from ppstream.core.specs import AGE_S, VALID, VALUES, TensorSpec
 from ppstream.ingest.camera_frames import CameraCutter, CameraViews, camera_specs
 from ppstream.ingest.executed_prefix import PrefixWriter, prefix_specs
 from ppstream.ingest.stamp_filter import NEVER_NS
@@ -346,7 +346,7 @@ class WindowCutter:
 
 def group_names(group: str) -> tuple[str, str, str]:
     """Of a group's values, validity and age in an envelope."""
-    return f"{group}.values", group + VALID, group + AGE_S
+    return group + VALUES, group + VALID, group + AGE_S
 
 
 def scale_name(group: str) -> str:

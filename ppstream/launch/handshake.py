@@ -45,7 +45,7 @@ from ppstream.links.protocol import Neighbours
 from ppstream.links.slots import BACK, Position
 from ppstream.observe.run_folder import Run, boot_id
 from ppstream.policy.compatibility import places_of
-from ppstream.policy.parts import PartSpecs, Place, names_read
+from ppstream.policy.parts import PartSpecs, Place, blind_reads
 from ppstream.wire.fields import WIRE_MAJOR, WIRE_MINOR
 from ppstream.wire.rank_messages import (
     Goodbye,
@@ -320,11 +320,11 @@ def _expect_token(peer: Peer, token: str, limit_s: float, where: str) -> None:
 
 def agree_on_parts(
     config: PipelineConfig, peers: Sequence[Peer], window: tuple[TensorSpec, ...]
-) -> tuple[tuple[Place, ...], int, frozenset[str]]:
+) -> tuple[tuple[Place, ...], int, dict[str, bool]]:
     """Waits until each rank has built its parts; returns the places, once all tensors fit.
 
     Behind them, how far ahead of envelopes all of it may be queued (``LinkShape.ahead``), which the
-    policy ranks hear, too, and the names of the tensors that parts read.
+    policy ranks hear, too, and what parts read blindly.
 
     Raises:
         ConfigError: the policy does not fit the configuration, with every reason.
@@ -342,7 +342,7 @@ def agree_on_parts(
     ahead = min(found.ahead for found in built)
     for peer in peers:
         peer.send(Ready({"ahead": ahead}))
-    return places, ahead, names_read(built[0].parts)
+    return places, ahead, blind_reads(built[0].parts)
 
 
 def _named(built: _Built) -> dict[str, str]:

@@ -51,7 +51,7 @@ from ppstream.pipeline.split_executor import SplitExecutor
 from ppstream.pipeline.stage_a import LONG_FRONT_MS, FrontParts, StageA
 from ppstream.policy.compatibility import build_parts, places_of
 from ppstream.policy.compiled import RecompileMeter
-from ppstream.policy.parts import Place, load, names_read, part_times_of, specs_of
+from ppstream.policy.parts import Place, blind_reads, load, part_times_of, specs_of
 from ppstream.policy.protocol import Policy
 from ppstream.policy.unwritten import policy_fault
 from ppstream.wire.rank_messages import Drain, PhaseChange
@@ -228,7 +228,7 @@ def _pipelined(
 ) -> Rank0Loop:
     peers, store = met
     built = _build_front(config, course)
-    places, ahead, reads = handshake.agree_on_parts(config, peers, intake.cutter.inputs)
+    places, ahead, blind = handshake.agree_on_parts(config, peers, intake.cutter.inputs)
     describe_topology(run, config, placement, places)
     run_id, front = parts.log.run_id, None
     device = torch.device(config.placement.rank0)
@@ -265,7 +265,7 @@ def _pipelined(
                 hops, policy_ranks, members, losses
             )
     rank0 = Rank0Loop(*parts, executor=executor)
-    rank0.reads = reads
+    rank0.blind_reads = blind
 
     def send_phase(phase: str) -> None:
         for policy_rank in executor.all_ranks:
@@ -413,7 +413,7 @@ def _inline(
     shape = link_shape(config, inputs, policy.outputs, generation)
     parts, executor = device_ranks.open_inline(parts, policy, shape, device)
     rank0 = Rank0Loop(*parts, executor=executor)
-    rank0.reads = names_read(specs_of(built))
+    rank0.blind_reads = blind_reads(specs_of(built))
     _meter_compiler(rank0, executor)
     return rank0
 

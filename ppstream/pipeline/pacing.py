@@ -148,7 +148,7 @@ class OnRows:
     def started(self) -> Sequence[int | None]:
         self._begun += 1
         for index, row in enumerate(self._rows):
-            if row.reference.accepted > self._seen[index]:
+            if row.present and row.reference.accepted > self._seen[index]:
                 self._seen[index] = row.reference.accepted
                 self._owed[index] = self._begun
         self._was_owed, self._until_ns = False, None

@@ -26,6 +26,7 @@ from ppstream.wire.robot_messages import ChunkReport
 
 if TYPE_CHECKING:
     from collections import deque
+    from collections.abc import Mapping
 
     from ppstream.config.schema import PipelineConfig
     from ppstream.core.waiter import Waiter
@@ -104,7 +105,7 @@ class Rank0:
         self.finished = 0
         self.counting = threading.Lock()  # what ended, and how: another thread may end envelopes
         self.intake: Intake
-        self.reads: frozenset[str] = frozenset()  # inputs of the policy, by name
+        self.blind_reads: Mapping[str, bool] = {}  # of the policy's parts
         self.source: Source
         self.pacing: Pacing
         self.emitter: Emitter = NoEmitter()

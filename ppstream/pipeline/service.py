@@ -43,7 +43,7 @@ class Service:
 
     def __init__(self, config: PipelineConfig, run: Run, rank0: Rank0Loop) -> None:
         self.config = config
-        self.intake = build_intake(config, rank0.reads)
+        self.intake = build_intake(config, rank0.blind_reads)
         self.sessions: Sessions | None = None
         self._actions: ActionFile | None = None
         self._recorder: Recorder | None = None

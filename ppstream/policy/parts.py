@@ -20,7 +20,7 @@ import torch
 
 from ppstream.core.clock import now_ns
 from ppstream.core.errors import PolicyError
-from ppstream.core.specs import AGE_S, VALID, TensorSpec
+from ppstream.core.specs import AGE_S, FRAMES, VALID, VALUES, TensorSpec
 from ppstream.policy.batch_sizes import ALWAYS, PRESENT, rows_call
 from ppstream.policy.compiled import CompiledPart, compiled_parts
 from ppstream.policy.host_staged import zeros
@@ -110,14 +110,23 @@ class Place:
         return parts[self.first : self.first + len(self.names)]
 
 
-def names_read(parts: Iterable[PartSpecs]) -> frozenset[str]:
-    """Names of all tensors by which any of ``parts`` acts."""
-    return frozenset(
-        spec.name
-        for part in parts
-        for spec in part.inputs
-        if not (part.needs_samples and spec.name.endswith((VALID, AGE_S)))
-    )
+def blind_reads(parts: Iterable[PartSpecs]) -> dict[str, bool]:
+    """Finds streams and groups of which a part reads samples, and acts as if they were there.
+
+    False: of those alone that are ``needs_samples``, and see how many a window has.
+    """
+    found: dict[str, bool] = {}
+    for part in parts:
+        names = {spec.name for spec in part.inputs}
+        for name in names:
+            of = name.rpartition(".")[0]
+            if name not in (of + VALUES, of + FRAMES):
+                continue
+            if not names & {of + VALID, of + AGE_S}:
+                found[of] = True
+            elif part.needs_samples:
+                found.setdefault(of, False)
+    return found
 
 
 def cut(

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from ppstream.config import load
 from ppstream.config.schema import ImageConfig
 from ppstream.core.errors import ConfigError
 from ppstream.core.specs import TensorSpec
+from ppstream.ingest.rows import NOTHING_NEEDED, Need
 from ppstream.ingest.synthetic import SyntheticSource
 
 torch.set_num_threads(1)
@@ -24,13 +26,19 @@ MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 PLAIN = ImageConfig(height=4, width=6, frames=2, mean=MEAN, std=STD, dtype="float32")
 
 
-def rig(image: ImageConfig = PLAIN, rows: int = 1, **more: Any) -> Input:
+def rig(
+    image: ImageConfig = PLAIN,
+    rows: int = 1,
+    needs: Mapping[str, Need] = NOTHING_NEEDED,
+    **more: Any,
+) -> Input:
     case = Input(
         config(
             stream("q", dim=1, reference=True),
             stream("front", dim=0, rate_hz=30, image=image, **more),
             rows=rows,
-        )
+        ),
+        needs=needs,
     )
     for row, place in enumerate(case.rows):
         place.open(row + 1)
@@ -55,6 +63,37 @@ def normalised(pixels: NDArray[np.uint8], image: ImageConfig) -> NDArray[np.floa
     frames = pixels.reshape(-1, image.height, image.width, 3).transpose(0, 3, 1, 2) / 255
     mean, std = (np.array(values)[:, None, None] for values in (image.mean, image.std))
     return (frames - mean) / std
+
+
+def test_a_needed_camera_has_all_its_frames_in_the_window_or_there_is_none() -> None:
+    case = rig(needs={"front": Need(100 * MS, PLAIN.frames)})
+    (row,), out = case.rows, case.slot()
+
+    def at(ms: int) -> None:
+        row.rings["q"].append(at_ms(ms), ramp(at_ms(ms), 1), 0)
+
+    at(10)
+    push(case, 5)
+    assert not row.present  # of two frames one
+    push(case, 12)
+    assert not row.present  # that one is behind the window's end
+    assert not case.cutter.cut(out, [None], LEASE).window_end_ns[0]
+    at(12)
+    assert row.present
+    case.cutter.cut(out, [None], LEASE)
+    assert out["front.valid"].all()
+    at(112)
+    assert row.present
+    at(113)
+    assert not row.present
+    push(case, 114)  # it is back, behind the window's end
+    assert not row.present
+    assert row.lacks("front")
+    at(114)
+    assert row.present
+    row.new_episode()
+    at(115)
+    assert not row.present
 
 
 def test_a_camera_is_a_stream_whose_dim_follows_from_its_image() -> None:

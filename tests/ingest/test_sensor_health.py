@@ -4,8 +4,10 @@ import pytest
 from robot_rig import make_config
 
 from ppstream.config import load
+from ppstream.config.schema import GatewayConfig
 from ppstream.core.clock import NS_PER_S
-from ppstream.ingest.intake import build_intake
+from ppstream.core.errors import ConfigError
+from ppstream.ingest.intake import NOTHING_READ, build_intake
 from ppstream.ingest.sensor_health import SensorState
 
 MS = 1_000_000
@@ -14,9 +16,9 @@ MS = 1_000_000
 class Rig:
     """One robot of two streams (joints 100 Hz, imu 50 Hz), fed second by second."""
 
-    def __init__(self, config=None, reads=()):
+    def __init__(self, config=None, blind=NOTHING_READ):
         config = config or make_config()
-        self.intake = build_intake(config, reads)
+        self.intake = build_intake(config, blind)
         self.row = self.intake.rows[0]
         self.row.open(7)
         self.changes, self.degraded = [], []
@@ -157,18 +159,12 @@ def on_request():
 
 
 @pytest.mark.parametrize(
-    ("reads", "is_needed"),
-    [
-        (set(), False),
-        ({"state.values"}, True),
-        ({"state.values", "state.valid"}, False),
-        ({"state.values", "state.age_s"}, False),
-    ],
+    ("blind", "is_needed"), [({}, False), ({"state": True}, True), ({"state": False}, True)]
 )
 def test_a_row_lacks_a_stream_that_the_policy_reads_without_looking_at_its_validity(
-    reads, is_needed
+    blind, is_needed
 ):
-    rig = Rig(on_request(), reads)
+    rig = Rig(on_request(), blind)
     rig.second(imu=0)
     assert rig.row.present == (not is_needed)
     assert rig.told() == ([("imu", "silent")] if is_needed else [])
@@ -179,9 +175,26 @@ def test_a_row_lacks_a_stream_that_the_policy_reads_without_looking_at_its_valid
     assert rig.row.present == (not is_needed)
 
 
+def test_what_can_only_leave_robots_without_actions_is_refused_at_once():
+    config = load.read("two_cameras", ["streams.wrist.max_age_ms=30"])
+    gateway = msgspec.convert({"wire": "openpi", "map": map_of(config)}, GatewayConfig)
+    config = msgspec.structs.replace(config, gateway=(gateway,))
+    build_intake(config, {"top": True, "proprio": True})
+    with pytest.raises(ConfigError) as refused:
+        build_intake(config, {"wrist": False})
+    optional, seldom = refused.value.problems
+    assert optional.startswith("gateway[0].map.wrist.optional: got true, want false: the policy")
+    assert "max_age_ms: got 30 for 'wrist', want at least the 33.3333 ms" in seldom
+
+
+def map_of(config):
+    keys = {stream.name: stream.name for stream in config.streams}
+    return keys | {"wrist": {"key": "wrist", "optional": True}}
+
+
 def test_a_camera_is_needed_like_any_other_stream_and_the_reference_never():
     config = load.read("two_cameras")
-    names = {name: build_intake(config, {f"{name}.frames"}).rows[0] for name in ("top", "wrist")}
+    names = {name: build_intake(config, {name: True}).rows[0] for name in ("top", "wrist")}
     for name, row in names.items():
         row.open(1)
         ring = row.rings[config.reference.name]

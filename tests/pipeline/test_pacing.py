@@ -50,11 +50,11 @@ def test_free_pacing_starts_on_any_stream(row):
     assert pacing.due(0)
 
 
-READS = {"state.values"}  # of a policy that does not look at what is valid
+BLIND = {"state": True}  # of a policy that does not look at what is valid
 
 
 def test_a_sample_begins_a_window_once_the_streams_have_come_that_the_policy_needs():
-    (row,) = build_intake(small_config(), READS).rows
+    (row,) = build_intake(small_config(), BLIND).rows
     row.open(7)
     pacing = OnSample([row], "joints")
     add(row, "joints", 1)
@@ -170,6 +170,20 @@ def test_rows_begin_without_the_rest_gather_ms_behind_the_first_sample(batch):
     assert batch.due_at == 20 + GATHER
     assert not batch.due(29.999)
     batch.begin(20 + GATHER)
+
+
+def test_a_robot_that_lacks_a_stream_has_its_window_once_that_has_come(batch):
+    batch.rows = build_intake(small_config("batch.rows=3"), BLIND).rows
+    batch.pacing = OnRows(batch.rows, GATHER * NS_PER_MS, LEASE * NS_PER_MS, lambda: batch.finished)
+    for number, row in enumerate(batch.rows):
+        row.open(1 + number)
+    add(batch.rows[0], "imu", 1 * NS_PER_MS)
+    batch.send(1, 0, 1)
+    batch.begin(1)  # without the second: its other stream is on its way
+    batch.finished += 1
+    assert not batch.due(2)
+    add(batch.rows[1], "imu", 1 * NS_PER_MS)
+    batch.begin(1 + GATHER)
 
 
 def test_a_robot_whose_answer_is_under_way_is_waited_for_until_gather_ms_behind_it(batch):

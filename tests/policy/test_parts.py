@@ -20,7 +20,15 @@ from ppstream.launch.device_ranks import policy_at, stage_b_on_host_slots
 from ppstream.links.slots import SlotLayout, new_slots
 from ppstream.policy.compatibility import build_parts, places_of
 from ppstream.policy.compiled import compile_counts, compiled
-from ppstream.policy.parts import Joined, PartSpecs, cut, load, part_times_of, specs_of
+from ppstream.policy.parts import (
+    Joined,
+    PartSpecs,
+    blind_reads,
+    cut,
+    load,
+    part_times_of,
+    specs_of,
+)
 from ppstream.policy.unwritten import WHOLE_BYTES, UnwrittenError
 
 CPU = torch.device("cpu")
@@ -108,6 +116,21 @@ def test_a_name_that_no_table_can_show_is_refused(name: str) -> None:
     (problem,) = placed([msgspec.structs.replace(first, name=name), *others], (0, 1, 2))
     assert "want 1 to 64 printable characters" in problem
     assert problem.isprintable()
+
+
+def reading(*inputs: str, needs_samples: bool = False) -> PartSpecs:
+    specs = tuple(TensorSpec(name, (1,)) for name in inputs)
+    return PartSpecs("part", specs, (), needs_samples=needs_samples)
+
+
+def test_what_parts_read_without_seeing_what_is_missing_is_told_part_by_part() -> None:
+    seeing = reading("cam.frames", "cam.valid", "state.values", "state.age_s", "present")
+    assert blind_reads([seeing]) == {}
+    assert blind_reads([seeing, reading("cam.frames")]) == {"cam": True}
+    strict = reading("cam.frames", "cam.valid", needs_samples=True)
+    assert blind_reads([strict, seeing]) == blind_reads([seeing, strict]) == {"cam": False}
+    assert blind_reads([strict, reading("cam.frames", "cam.value")]) == {"cam": True}
+    assert blind_reads([reading("cam.valid", "rows", needs_samples=True)]) == {}
 
 
 def test_a_part_that_makes_its_weights_late_is_asked_to_and_others_are_not() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from ppstream.config.schema import (
     WindowConfig,
 )
 from ppstream.ingest.ring import RingBank, SensorRing
-from ppstream.ingest.rows import RowInput
+from ppstream.ingest.rows import NOTHING_NEEDED, Need, RowInput
 from ppstream.ingest.window import WindowCutter
 from ppstream.links.slots import SlotLayout
 
@@ -53,14 +54,20 @@ def config(
 class Input:
     """Rows, their memory and a cutter with a slot to cut into."""
 
-    def __init__(self, settings: PipelineConfig, capacity: int | None = None) -> None:
+    def __init__(
+        self,
+        settings: PipelineConfig,
+        capacity: int | None = None,
+        needs: Mapping[str, Need] = NOTHING_NEEDED,
+    ) -> None:
         self.config = settings
         self.banks = {
             one.name: RingBank(one, settings.batch.rows, capacity or settings.ring_samples(one))
             for one in settings.streams
         }
         self.rows = tuple(
-            RowInput(self.banks, row, settings.reference.name) for row in range(settings.batch.rows)
+            RowInput(self.banks, row, settings.reference.name, needs=needs)
+            for row in range(settings.batch.rows)
         )
         self.cutter = WindowCutter(settings, self.rows, self.banks)
         self.layout = SlotLayout(("index",), self.cutter.inputs, settings.batch.rows)

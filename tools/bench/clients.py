@@ -236,7 +236,7 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
 def measure(
     session: PeerBench, server: str, served: ServerLog, clients: int, options: argparse.Namespace
 ) -> tuple[float, float, float, int, float, float]:
-    """What a cell has from ``per_s`` to ``faults``."""
+    """Numbers of a cell, from ``per_s`` to ``faults``."""
     peer = TWO if server in ON_UNIX else OPENPI
     with ExitStack() as stack:
         robots = [

@@ -137,7 +137,7 @@ class BlockWriter:
                 end_ns,
                 served.instruction_id,
                 served.conditioning_epoch,
-                served.awaits_text,
+                served.is_hidden,
             )
             for served, end_ns in zip(self._rows, ends_ns, strict=True)
         ]
@@ -155,7 +155,11 @@ class BlockWriter:
             at = feed.pack(words, floats, at, pieces, frames)
         is_all = not any(feed.is_behind for feed in behind)
         header = sequence, len(pieces) // PIECE_WORDS
-        self._front.pack_into(words, 0, *header, *self._table(sources))
+        hidden = [
+            is_hidden or (bool(served.needs) and not is_all)  # what is needed may not be there yet
+            for served, (*_, is_hidden) in zip(self._rows, sources, strict=True)
+        ]
+        self._front.pack_into(words, 0, *header, *self._table(sources, hidden))
         if self._points:
             self._commit(block[HEADER_WORDS + self.told_words : self._pieces_at])
         pack_into(f"={len(pieces)}q", words, self._pieces_at * WORD_BYTES, *pieces)
@@ -193,7 +197,7 @@ class BlockWriter:
             actions = words[at + COMMITMENT_WORDS : at + self.commitment_words].view(np.float32)
             actions[: n * self._action_dim] = commitment.actions[:n].ravel()
 
-    def _table(self, sources: Sequence[tuple[Any, ...]]) -> list[int]:
+    def _table(self, sources: Sequence[tuple[Any, ...]], hidden: Sequence[bool]) -> list[int]:
         table: list[int] = []
         rows, newest_rx_ns = len(sources), self._newest_rx_ns
         references = self._feeds[self.reference * rows :]
@@ -206,7 +210,7 @@ class BlockWriter:
         for number, feed in enumerate(self._feeds):
             sent, ring = feed.sent, feed.ring
             shown = sent - ring.accepted + ring.count
-            if shown < 0 or sources[number % rows][-1]:  # it awaits its text
+            if shown < 0 or hidden[number % rows]:
                 shown = 0
             table += sent, shown, feed.newest_ns
         return table

@@ -23,7 +23,7 @@ from ppstream.ingest.device.sample_blocks import (
     BlockWriter,
 )
 from ppstream.ingest.device.window_records import WindowBook
-from ppstream.ingest.rows import Commitment
+from ppstream.ingest.rows import Commitment, Need
 from ppstream.ingest.window import WindowInfo
 
 torch.set_num_threads(1)
@@ -360,6 +360,52 @@ def test_a_row_that_awaits_its_text_shows_no_samples_until_it_has_it() -> None:
     assert twin.ingest() == 1  # no sample has come, and yet there is something to tell
     assert twin.usable("q", 1)[0].tolist() == [10 * MS, 20 * MS]
     assert book.account(twin.table.tolist()).present == [True, True]
+    case.check()
+
+
+def needing(rows: int, capacity: int | None = None) -> Input:
+    """Each row needs ``b``, at most 50 ms older than ``a``."""
+    case = Input(
+        config(stream("a", dim=2, reference=True), stream("b", dim=1), rows=rows),
+        capacity,
+        needs={"b": Need(50 * MS)},
+    )
+    for number, row in enumerate(case.rows):
+        row.open(1 + number)
+    return case
+
+
+def test_a_row_that_lacks_what_the_policy_needs_shows_no_samples_until_it_has_it() -> None:
+    case = needing(rows=2)
+    twin, book = Twin(case), WindowBook(case.config, case.rows, 0)
+    for row in (0, 1):
+        push(case, "a", 10, row=row)
+    push(case, "b", 10)
+    push(case, "b", 11, row=1)  # behind the window's end
+    twin.ingest()
+    assert [row.present for row in case.rows] == [True, False]
+    assert book.account(twin.table.tolist()).present == [True, False]
+    push(case, "a", 11, row=1)
+    twin.ingest()
+    assert book.account(twin.table.tolist()).present == [True, True]
+    push(case, "a", 62, row=1)
+    twin.ingest()
+    assert book.account(twin.table.tolist()).present == [True, False]
+    case.check()
+
+
+def test_amid_a_backlog_a_row_that_needs_a_stream_is_hidden(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("ppstream.ingest.device.sample_blocks.BLOCK_BYTES", 64)
+    case, tables = needing(rows=1), []
+    twin, book = Twin(case), WindowBook(case.config, case.rows, 0)
+    push(case, "a", *range(1, 21))
+    push(case, "b", *range(1, 21))
+    monkeypatch.setattr(twin, "check", lambda: tables.append(twin.table.tolist()))
+    assert twin.ingest() > 2
+    shown = [book.account(table).present for table in tables]
+    assert shown == [[False]] * (len(tables) - 1) + [[True]]
     case.check()
 
 
