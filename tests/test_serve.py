@@ -74,6 +74,22 @@ def test_a_missing_extra_is_a_configuration_error_before_any_rank(
     assert (requirements.missing_packages(kept) == []) == (missing != "mcap")
 
 
+def test_a_demo_robot_that_is_no_module_is_refused_and_one_of_this_folder_taken(
+    tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "arms").mkdir()
+    (tmp_path / "arms" / "left.py").touch()
+
+    def missing(robot):
+        return requirements.missing_packages(load.read("demo", (f"demo.robot={robot}",)))
+
+    for robot in ("nobody_here.robot", "ppstream_stages.none", "arms.right", "arms.left.none"):
+        text = f"demo.robot: got {robot!r}, which is no module here; install it"
+        assert missing(robot) == [text]
+    assert missing("arms.left") == missing("ppstream_stages.cartpole.robot") == []
+
+
 @pytest.mark.parametrize(
     ("name", "settings", "count"),
     [

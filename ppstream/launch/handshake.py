@@ -163,18 +163,26 @@ def weights_digest(path: str | None, on_read: Callable[[], None] = lambda: None)
     """SHA-256 of the file of weights, wherever each host keeps it; None: there is none.
 
     A file is read once, until it changes; ``on_read`` is called behind each piece.
+
+    Raises:
+        ConfigError: the file cannot be read.
     """
     if path is None:
         return None
-    seen = Path(path).stat()
-    state = path, seen.st_mtime_ns, seen.st_size
-    if state not in _digests:
-        digest = sha256()
+    digest = sha256()
+    try:
+        seen = Path(path).stat()
+        state = path, seen.st_mtime_ns, seen.st_size
+        if state in _digests:
+            return _digests[state]
         with Path(path).open("rb", buffering=0) as file:
             while piece := file.read(PIECE_BYTES):
                 digest.update(piece)
                 on_read()
-        _digests[state] = digest.hexdigest()
+    except OSError as error:
+        text = f"policy.weights: {path} cannot be read: {error.strerror}; let this user read it"
+        raise ConfigError([text]) from error
+    _digests[state] = digest.hexdigest()
     return _digests[state]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Final
 
@@ -45,6 +46,8 @@ def missing_packages(config: PipelineConfig) -> list[str]:
         missing.append(
             f"demo.robot: {robot} needs mujoco: pip install 'ppstream[demo]', or demo = none"
         )
+    elif robot and not _is_there(robot):
+        missing.append(f"demo.robot: got {robot!r}, which is no module here; install it")
     if config.record.file is not None:
         wanted = [("file", "mcap")]
         if config.record.frames == "jpeg" and config.cameras:
@@ -61,3 +64,13 @@ def missing_packages(config: PipelineConfig) -> list[str]:
             if find_spec(library) is None
         ]
     return missing + missing_libraries(config)
+
+
+def _is_there(module: str) -> bool:
+    """Looks where a process of this folder would find ``module``; imports nothing."""
+    top, *parts = module.split(".")
+    spec = find_spec(top) or PathFinder.find_spec(top, [""])
+    for part in parts:
+        where = spec and spec.submodule_search_locations
+        spec = PathFinder.find_spec(f"{spec.name}.{part}", where) if spec and where else None
+    return spec is not None

@@ -25,7 +25,7 @@ from ppstream.config.schema import (
 )
 from ppstream.control.generation import BUSY
 from ppstream.control.peer import Peer
-from ppstream.core.errors import HandshakeError, ProtocolError
+from ppstream.core.errors import ConfigError, HandshakeError, ProtocolError
 from ppstream.launch import handshake
 from ppstream.launch.handshake import compare_facts, configuration_facts
 from ppstream.launch.rank_exit import Course
@@ -91,6 +91,13 @@ def test_weights_are_compared_by_what_they_hold_wherever_they_lie(tmp_path):
     compare_facts(mine, with_weights(tmp_path, "theirs.safetensors", b"abc"), 1)
     with pytest.raises(HandshakeError, match=r"config\.policy\.weights: rank 0 has .*, rank 1 has"):
         compare_facts(mine, with_weights(tmp_path, "other.safetensors", b"abd"), 1)
+
+
+def test_weights_that_cannot_be_read_are_said_by_name(tmp_path):
+    weights = tmp_path / "w.safetensors"
+    weights.symlink_to("/proc/self/clear_refs")  # written alone, whoever asks
+    with pytest.raises(ConfigError, match=r"policy\.weights: .*/w\.safetensors cannot be read: "):
+        handshake.weights_digest(str(weights))
 
 
 def test_a_rank_that_hashes_its_weights_says_so_to_those_that_wait_for_it(tmp_path):
