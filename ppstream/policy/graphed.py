@@ -206,6 +206,7 @@ class GraphedPolicy:
             ):
                 self._policy.reset(rows)
         except RuntimeError:
+            _leave_capture()
             return None
         return graph_nodes(graph.raw_cuda_graph())
 
@@ -234,6 +235,7 @@ class GraphedPolicy:
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:  # torch's name for whatever a capture refuses
+            _leave_capture()
             text = str(error).splitlines()[0]
             raise ConfigError(
                 [
@@ -247,3 +249,15 @@ class GraphedPolicy:
             return graph, None
         graph.instantiate()
         return graph, graph_nodes(graph.raw_cuda_graph()) if counts else None
+
+
+def _leave_capture() -> None:
+    """Takes torch's generator out of a capture that failed, by one that succeeds.
+
+    Torch leaves the generator in there, and whoever next draws on the device would fail.
+    """
+    with (
+        warnings.catch_warnings(action="ignore"),  # a capture of nothing is meant
+        _cuda.graph(_cuda.CUDAGraph(), stream=_cuda.Stream(), capture_error_mode="thread_local"),
+    ):
+        pass

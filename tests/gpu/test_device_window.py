@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -15,7 +16,7 @@ from ppstream.core.errors import ProtocolError
 from ppstream.ingest.device import sender_memory
 from ppstream.ingest.device.sample_blocks import COMMITMENT_WORDS
 from ppstream.ingest.device.window import DeviceWindow
-from ppstream.ingest.rows import Commitment
+from ppstream.ingest.rows import NOTHING_NEEDED, Commitment, Need
 from ppstream.links.slots import SlotLayout
 from ppstream.wire.message_memory import MARK, PAGE_BYTES
 
@@ -57,6 +58,7 @@ class Rig:
         prefix_steps: int = 0,
         groups: dict[str, GroupConfig] | None = None,
         is_limited: bool = False,
+        needs: Mapping[str, Need] = NOTHING_NEEDED,
         **pipeline: Any,
     ) -> None:
         settings = config(*(streams or STREAMS), rows=rows, steps=9, **pipeline)
@@ -72,7 +74,7 @@ class Rig:
             discrete={"grip": (-1.0, 1.0)},
         )
         settings = msgspec.structs.replace(settings, policy=policy, actions=actions)
-        self.case = Input(settings, capacity)
+        self.case = Input(settings, capacity, needs)
         for row, place in enumerate(self.case.rows):
             place.open(row + 3)
         self.device = torch.device("cuda", 0)
@@ -432,6 +434,22 @@ def test_a_row_that_awaits_its_text_is_absent_until_it_has_it() -> None:
     rig.compare(slot)
     assert slot["present"].tolist() == [True, False]
     rig.case.rows[1].awaits_text = False
+    rig.cut(slot)
+    rig.compare(slot)
+    assert slot["present"].tolist() == [True, True]
+
+
+def test_a_row_that_lacks_what_the_policy_needs_is_absent_until_it_has_it() -> None:
+    rig = Rig(stream("q", dim=1), stream("tip", dim=2), rows=2, needs={"tip": Need(50 * MS)})
+    slot = rig.slot()
+    for row in (0, 1):
+        rig.push("q", 1, 2, row=row)
+    rig.push("tip", 1, 2)
+    rig.push("tip", 3, row=1)  # behind the window's end
+    rig.cut(slot)
+    rig.compare(slot)
+    assert slot["present"].tolist() == [True, False]
+    rig.push("q", 3, row=1)
     rig.cut(slot)
     rig.compare(slot)
     assert slot["present"].tolist() == [True, True]
