@@ -1,11 +1,13 @@
 """SyntheticSource: samples of the declared streams, at their rates and jitter, for bring-up.
 
 Values are smooth and mean nothing; they are a function of seed, stream and time alone. The stamps
-are of another clock than rank 0's, as a robot's are. Not a robot: nothing reacts to actions.
+are of another clock than rank 0's, as a robot's are. Not a robot: nothing reacts to actions. Of a
+stream on request there is one sample a look, since robots ask no sooner than they have an answer.
 """
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -54,7 +56,7 @@ class SyntheticSource:
         return sum(self._drain_signal(signal, now_ns) for signal in self._signals)
 
     def next_due_ns(self) -> int | None:
-        return min(signal.next_due_ns for signal in self._signals)
+        return min((signal.next_due_ns for signal in self._signals if signal.is_due), default=None)
 
     def close(self) -> None:
         """Give the row back, empty."""
@@ -88,7 +90,8 @@ class SyntheticRobots:
         return sum(source.drain(now_ns) for source in self._sources)
 
     def next_due_ns(self) -> int | None:
-        return min(due for source in self._sources if (due := source.next_due_ns()) is not None)
+        dues = (source.next_due_ns() for source in self._sources)
+        return min((due for due in dues if due is not None), default=None)
 
     def close(self) -> None:
         for source in self._sources:
@@ -114,10 +117,20 @@ class _Signal:
             self._phases = rng.uniform(0, 2 * np.pi, stream.dim)
         self._blocks = 0
         self._taken = 0
-        self._invent()
+        self._is_on_request = stream.is_on_request
+        self.is_due = True  # at ``next_due_ns`` somebody has to look
+        if self._is_on_request:
+            self.next_due_ns = start_ns
+        else:
+            self._invent()
 
     def pop_due(self, now_ns: int) -> tuple[NDArray[np.int64], NDArray[Any]]:
-        """Stamps and values of this block's samples that are due by now and were not taken yet."""
+        """Stamps and values of this block's samples that are due by now and were not taken yet.
+
+        On request only the newest.
+        """
+        if self._is_on_request:
+            return self._pop_newest(now_ns)
         begin, end = self._taken, int(self._due_ns.searchsorted(now_ns, "right"))
         taken = self._due_ns[begin:end] + CLOCK_OFFSET_NS, self._values[begin:end]
         self._taken = end
@@ -127,18 +140,31 @@ class _Signal:
             self.next_due_ns = int(self._due_ns[end])
         return taken
 
+    def _pop_newest(self, now_ns: int) -> tuple[NDArray[np.int64], NDArray[Any]]:
+        numbers = np.array([int((now_ns - self._start_ns) / self._period_ns)])
+        offsets_ns = numbers * self._period_ns
+        self.is_due = False
+        self.next_due_ns = self._start_ns + math.ceil(offsets_ns.item() + self._period_ns)
+        stamps_ns = offsets_ns.astype(np.int64) + (self._start_ns + CLOCK_OFFSET_NS)
+        return stamps_ns, self._values_of(numbers, offsets_ns)
+
     def _invent(self) -> None:
         numbers = np.arange(self._blocks * self._block, (self._blocks + 1) * self._block)
         jitter_ns = self._rng.uniform(-self._jitter_ns, self._jitter_ns, self._block)
         offsets_ns = np.maximum(numbers * self._period_ns + jitter_ns, 0)
         self._due_ns = offsets_ns.astype(np.int64) + self._start_ns
-        if self._stream.image is not None:  # brighter from frame to frame, and round again
-            self._values = self._picture + numbers.astype(np.uint8)[:, None]
-        else:
-            self._values = self._smooth(offsets_ns / NS_PER_S).astype(self._stream.dtype)
+        self._values = self._values_of(numbers, offsets_ns)
         self._taken = 0
         self._blocks += 1
         self.next_due_ns = int(self._due_ns[0])
+
+    def _values_of(
+        self, numbers: NDArray[np.int64], offsets_ns: NDArray[np.float64]
+    ) -> NDArray[Any]:
+        if self._stream.image is not None:  # brighter from frame to frame, and round again
+            pixels: NDArray[np.uint8] = self._picture + numbers.astype(np.uint8)[:, None]
+            return pixels
+        return self._smooth(offsets_ns / NS_PER_S).astype(self._stream.dtype)
 
     def _smooth(self, at_s: NDArray[np.float64]) -> NDArray[np.float64]:
         turns = 2 * np.pi * self._waves_hz * at_s[:, None] + self._phases

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from stream_cases import MS, Input, config, held, stream
 
+from ppstream.config.schema import ImageConfig
 from ppstream.ingest.sources import Source
 from ppstream.ingest.synthetic import CLOCK_OFFSET_NS, SyntheticRobots, SyntheticSource
 
@@ -38,6 +39,27 @@ def test_all_streams_come_at_their_rates_with_none_dropped() -> None:
         "wrap": pytest.approx(200, abs=2),
     }
     assert all(ring.ledger.dropped == {} for ring in case.rows[0].rings.values())
+    case.check()
+
+
+def test_of_a_stream_on_request_there_is_one_sample_a_look_and_it_wakes_nobody() -> None:
+    asked = {"rate_hz": None, "max_request_hz": 250.0}
+    image = ImageConfig(height=4, width=6)
+    case = Input(
+        config(stream("q", reference=True, **asked), stream("eye", 0, image=image, **asked))
+    )
+    source = SyntheticSource(case.config, case.rows[0], 0, HOST)
+    assert source.next_due_ns() == HOST  # the first is waited for
+    rings = case.rows[0].rings
+    for at_ms, accepted in ((0, 1), (3.9, 1), (4, 2), (50.5, 3), (51.9, 3), (52, 4)):
+        source.drain(HOST + round(at_ms * MS))
+        assert {ring.accepted for ring in rings.values()} == {accepted}
+        assert source.next_due_ns() is None
+    for ring in rings.values():
+        stamps_ms = (np.array(held(ring)[0]) - HOST - CLOCK_OFFSET_NS) / MS
+        assert stamps_ms.tolist() == [0, 4, 48, 52]
+    frames = case.banks["eye"].values[0, :4]
+    assert (frames[2] - frames[1] == 11).all()  # as if none had been left out
     case.check()
 
 
