@@ -46,7 +46,7 @@ def build_intake(config: PipelineConfig, blind: Mapping[str, bool] = NOTHING_REA
     Raises:
         ConfigError: these streams are optional, or come too seldom.
     """
-    needs = {name: need for name, need in _needs(config, blind) if name != config.reference.name}
+    needs = dict(_needs(config, blind))
     if problems := [*_optional(config, needs), *_seldom(config, needs)]:
         raise ConfigError(problems)
     banks = {
@@ -66,7 +66,8 @@ def _needs(config: PipelineConfig, blind: Mapping[str, bool]) -> Iterator[tuple[
             image = stream.image
             if (stream.group if image is None else stream.name) == name:
                 frames = image.frames if image is not None and is_whole else 1
-                yield stream.name, Need(round(stream.max_age_ms * NS_PER_MS), frames)
+                if frames > 1 or stream.name != config.reference.name:  # its newest ends the window
+                    yield stream.name, Need(round(stream.max_age_ms * NS_PER_MS), frames)
 
 
 def _optional(config: PipelineConfig, needs: Mapping[str, Need]) -> Iterator[str]:

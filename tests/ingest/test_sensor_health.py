@@ -201,3 +201,16 @@ def test_a_camera_is_needed_like_any_other_stream_and_the_reference_never():
         ring.append(np.array([1]), np.zeros((1, ring.stream.dim), np.float32), 1)
         assert not row.present
         assert [one.name for one in config.streams if row.lacks(one.name)] == [name]
+
+
+@pytest.mark.parametrize(("is_whole", "frames"), [(True, 2), (False, 1)])
+def test_a_camera_that_ends_windows_has_all_its_frames_first(is_whole, frames):
+    more = ["streams.joints.reference=false", "streams.top.reference=true"]
+    config = load.read("two_cameras", [*more, "streams.top.image.frames=2"])
+    (row,) = build_intake(config, {"top": is_whole}).rows
+    row.open(1)
+    ring = row.rings["top"]
+    for number in (1, 2):
+        assert row.present == (number > frames)
+        ring.append(np.array([number]), np.zeros((1, ring.stream.dim), np.uint8), number)
+    assert row.present
