@@ -13,7 +13,7 @@ from ppstream.ingest.stamp_filter import StampFilter
 
 
 class Need(NamedTuple):
-    """What a window must have of a stream, as the policy cannot see that it is missing."""
+    """Samples that a window must have of a stream, as the policy cannot see that they are missing."""
 
     most_ns: int  # how much older than the window's end its newest sample may be
     samples: int = 1  # not newer than the end
