@@ -13,7 +13,7 @@ from ppstream.ingest.stamp_filter import StampFilter
 
 
 class Need(NamedTuple):
-    """Samples that a window must have of a stream, as the policy cannot see that they are missing."""
+    """Samples that a window must have of a stream: the policy cannot see that they are missing."""
 
     most_ns: int  # how much older than the window's end its newest sample may be
     samples: int = 1  # not newer than the end
@@ -70,15 +70,17 @@ class RowInput:
 
     @property
     def present(self) -> bool:
-        """True when a window can be cut: the row is taken, hidden by nothing, and the reference
-        stream has a sample.
+        """True when a window can be cut: the row is taken, awaits no text, the reference stream has
+        a sample, and no stream lacks those that are needed.
         """
-        return self.session != 0 and self.reference.count > 0 and not self.is_hidden
+        if self.session == 0 or self.awaits_text or self.reference.count == 0:
+            return False
+        return not self.needs or not self.lacks_samples
 
     @property
-    def is_hidden(self) -> bool:
-        """True when no window may show the row: it awaits its text, or lacks samples."""
-        return self.awaits_text or any(map(self._is_unmet, self.needs))
+    def lacks_samples(self) -> bool:
+        """True when a stream has not the samples without which the policy acts blindly."""
+        return any(map(self._is_unmet, self.needs))
 
     def lacks(self, stream: str) -> bool:
         """True when no window is cut for want of samples of ``stream``, which is needed."""

@@ -137,7 +137,7 @@ class BlockWriter:
                 end_ns,
                 served.instruction_id,
                 served.conditioning_epoch,
-                served.is_hidden,
+                served.awaits_text or served.lacks_samples,
             )
             for served, end_ns in zip(self._rows, ends_ns, strict=True)
         ]
