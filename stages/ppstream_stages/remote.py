@@ -3,8 +3,8 @@
 Stage B is that server's client, with a connection for each row, so rows are apart there, too. What
 the window holds at its end goes into one request a row; all are sent before the first answer is
 waited for. A row whose answer is late, an error or of another shape gets no actions, and its
-connection is not used again: a late answer is never taken for a later one. Without an answer for
-any row the envelope fails.
+connection is not used again: a late answer is never taken for a later one. Connections are opened
+behind the requests of the rows that have theirs. Without an answer for any row the envelope fails.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ logger = logging.getLogger("ppstream")
 
 WHITE: Final = 255.0
 LOG_EVERY_NS: Final = NS_PER_S  # of rows that have no actions while others have
+PAUSE: Final = 10  # times the limit, between two tries of a row to connect that ran out of time
 SCHEMES: Final = {"openpi": ("ws://", "wss://"), "groot": ("tcp://",)}
 
 
@@ -88,6 +89,7 @@ class RemotePolicy:
         self.outputs = (TensorSpec("actions", (options.horizon, options.action_dim)),)
         self._options, self._open = options, open_link
         self._links: dict[int, Link] = {}
+        self._late_ns: dict[int, int] = {}  # by row: the end of a try to connect that took too long
         self._texts = {0: options.text}
         self._told_ns = 0
         if options.instructions:
@@ -117,9 +119,7 @@ class RemotePolicy:
         waiting = set(rows)
         failed: dict[int, Exception] = {}
         try:
-            for row in rows:
-                with _kept_in(failed, row):
-                    self._link(row, until_ns).ask(self._request(row, window), until_ns)
+            self._ask(rows, window, until_ns, failed)
             for row in [row for row in rows if row not in failed]:
                 with _kept_in(failed, row):
                     found = self._links[row].answer(until_ns)
@@ -150,12 +150,50 @@ class RemotePolicy:
     def _until(self) -> int:
         return now_ns() + round(self._options.timeout_ms * NS_PER_MS)
 
-    def _link(self, row: int, until_ns: int) -> Link:
-        link = self._links.get(row)
-        if link is None or not link.is_open():
-            self._drop(row)
-            link = self._links[row] = self._open(until_ns)
-        return link
+    def _ask(
+        self,
+        rows: list[int],
+        window: Mapping[str, Tensor],
+        until_ns: int,
+        failed: dict[int, Exception],
+    ) -> None:
+        """Send every request: a row that has to connect takes no time from those that need not."""
+        missing = []
+        for row in rows:
+            with _kept_in(failed, row):
+                link = self._links.get(row)
+                if link is not None and link.is_open():
+                    link.ask(self._request(row, window), until_ns)
+                else:
+                    missing.append(row)
+        has_asked = len(missing) + len(failed) < len(rows)
+        for row in sorted(missing, key=lambda row: self._late_ns.get(row, 0)):
+            with _kept_in(failed, row):
+                self._connect(row, until_ns, may_pause=has_asked)
+                self._links[row].ask(self._request(row, window), until_ns)
+                has_asked = True
+
+    def _connect(self, row: int, until_ns: int, *, may_pause: bool) -> None:
+        """Open a row's connection; one that took too long is tried seldom while others wait."""
+        self._drop(row)
+        began_ns = now_ns()
+        if row in self._late_ns and may_pause:
+            pause_ns = self._late_ns[row] + round(PAUSE * self._options.timeout_ms * NS_PER_MS)
+            if began_ns < pause_ns:
+                left_s = (pause_ns - began_ns) / NS_PER_S
+                raise ServerError(
+                    "no connection within policy.options.timeout_ms; the next try is in "
+                    f"{left_s:.1f} s"
+                )
+        if began_ns >= until_ns:
+            raise TimeoutError
+        try:
+            self._links[row] = self._open(until_ns)
+        except FAILURES:
+            if now_ns() >= until_ns:
+                self._late_ns[row] = now_ns()
+            raise
+        self._late_ns.pop(row, None)
 
     def _drop(self, row: int) -> None:
         link = self._links.pop(row, None)

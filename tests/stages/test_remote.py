@@ -282,6 +282,39 @@ def test_a_row_whose_answer_is_late_takes_nothing_from_a_row_whose_answer_is_the
         assert torch.equal(called(policy, window)[:, 0], window["state.values"][:, -1])
 
 
+def test_a_row_that_cannot_connect_again_takes_nothing_from_those_that_are_connected() -> None:
+    """A server that is full accepts a connection, and says nothing on it."""
+
+    def pick(seen: dict[str, Any]) -> Any:
+        return "unknown task" if seen["gripper"][0] < 1 else echo(seen)
+
+    with (
+        policy_server(pick, silent=[4, 5, 6, 7, 8]) as server,
+        remote(server, timeout_ms=600.0) as policy,
+    ):
+        window = window_of(3)
+        called(policy, window)
+        times = []
+        for _ in range(4):
+            began = time.monotonic()
+            window["state.values"] += 1
+            actions = called(policy, window)
+            assert actions[0].isnan().all()
+            assert torch.equal(actions[1:, 0], window["state.values"][1:, -1])
+            times.append(time.monotonic() - began)
+        assert max(times[1:]) < 0.6 <= times[0]  # it is not tried in each envelope
+        assert server.connections == 3 + 1
+
+
+def test_rows_that_connect_together_come_behind_none_that_cannot_for_ever() -> None:
+    with policy_server(silent=[1, 4]) as server, remote(server, timeout_ms=600.0) as policy:
+        with pytest.raises(ServerError):
+            called(policy, window_of(3))
+        window = window_of(3)
+        actions = called(policy, window)
+        assert torch.equal(actions[1:, 0], window["state.values"][1:, -1])
+
+
 def test_a_server_that_comes_back_is_found_again() -> None:
     with ExitStack() as stack:
         with policy_server() as server:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -29,11 +29,17 @@ class PolicyServer:
         answer: what it says to an observation.
         port: 0 for any.
         spare: requests, counted from 1, that it answers twice.
+        silent: connections, counted from 1, that hear nothing.
     """
 
     def __init__(
-        self, answer: Answer = echo, port: int = 0, spare: Collection[int] = frozenset()
+        self,
+        answer: Answer = echo,
+        port: int = 0,
+        spare: Collection[int] = frozenset(),
+        silent: Collection[int] = frozenset(),
     ) -> None:
+        self._silent = silent
         self.answer, self._spare = answer, spare
         self.seen: list[dict[str, Any]] = []
         self.connections = 0
@@ -58,6 +64,10 @@ class PolicyServer:
     def _serve(self, connection: ServerConnection) -> None:
         self.connections += 1
         self._newest = connection
+        if self.connections in self._silent:
+            with suppress(ConnectionClosed):
+                connection.recv()
+            return
         assert connection.request
         self.headers.append(connection.request.headers)
         try:
@@ -74,10 +84,8 @@ class PolicyServer:
 
 
 @contextmanager
-def policy_server(
-    answer: Answer = echo, port: int = 0, spare: Collection[int] = frozenset()
-) -> Iterator[PolicyServer]:
-    server = PolicyServer(answer, port, spare)
+def policy_server(answer: Answer = echo, port: int = 0, **others: Any) -> Iterator[PolicyServer]:
+    server = PolicyServer(answer, port, **others)
     try:
         yield server
     finally:
