@@ -143,8 +143,16 @@ def _until_unsound(lines: Iterator[str]) -> Iterator[str]:
         yield from lines
 
 
-def rank_problems(config: PipelineConfig, world_size: int) -> list[str]:
-    """Yields disagreements between ``config`` and the number of ranks."""
+def rank_problems(
+    config: PipelineConfig, world_size: int, beside_rank0: int | None = None
+) -> list[str]:
+    """Disagreements between ``config`` and the number of ranks.
+
+    Args:
+        config: in itself sound.
+        world_size: ranks in all.
+        beside_rank0: ranks on the host of rank 0, itself counted; None: nobody knows.
+    """
     port = config.metrics.port
     most = PORT_MAX - world_size + 1
     if port is not None and port > most:
@@ -152,13 +160,13 @@ def rank_problems(config: PipelineConfig, world_size: int) -> list[str]:
             f"metrics.port: got {port}, want {most} at most with {world_size} ranks: rank r "
             "listens at port + r"
         ]
-    return list(_port_problems(config, world_size))
+    return list(_port_problems(config, beside_rank0 or 1))
 
 
-def _port_problems(config: PipelineConfig, world_size: int) -> Iterator[str]:
-    """Ports of loopback that two listeners of a run would share."""
+def _port_problems(config: PipelineConfig, ranks: int) -> Iterator[str]:
+    """Ports of loopback that two listeners on the host of the first ``ranks`` would share."""
     first = config.metrics.port
-    taken = {first + rank: f"metrics of rank {rank}" for rank in range(world_size)} if first else {}
+    taken = {first + rank: f"metrics of rank {rank}" for rank in range(ranks)} if first else {}
     ports = [("view.port", config.view.port)]
     for index, gateway in enumerate(config.gateway):
         address = listen_address(listen_of(gateway))

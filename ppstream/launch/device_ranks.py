@@ -75,12 +75,14 @@ def place_here(config: PipelineConfig, world_size: int) -> Placement:
         ConfigError: as ``place``, there are more ranks than ports, or CUDA would start with too few
             connections.
     """
-    if found := rank_problems(config, world_size):
+    here = handshake.ranks_on_this_host(world_size)
+    beside_rank0 = here if handshake.is_host_of_rank0() else None
+    if found := rank_problems(config, world_size, beside_rank0):
         raise ConfigError(found)
     return place(
         config,
         world_size,
-        handshake.ranks_on_this_host(world_size),
+        here,
         has_peer_access=startup.peer_access(config),
     )
 

@@ -44,13 +44,14 @@ def describe(config: PipelineConfig, world_size: int, local_world_size: int | No
     Args:
         config: checked, as ``config_file.load`` returns it.
         world_size: ranks in all.
-        local_world_size: ranks on this host; all of them when None.
+        local_world_size: ranks on this host, which is rank 0's; None: all of them, but their ports
+            may be on others.
 
     Raises:
         ConfigError: holds every problem found.
     """
     inputs = build_intake(config).cutter.inputs
-    found = rank_problems(config, world_size)
+    found = rank_problems(config, world_size, local_world_size)
     with _collecting(found):
         placement = place(
             config,

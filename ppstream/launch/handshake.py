@@ -201,6 +201,11 @@ def ranks_on_this_host(world_size: int) -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size)))
 
 
+def is_host_of_rank0() -> bool:
+    """True where the launcher began to count here, and where nothing says otherwise."""
+    return os.environ.get("RANK", "0") == os.environ.get("LOCAL_RANK", "0")
+
+
 def wait_ready(config: PipelineConfig, peer: Peer, what: str) -> dict[str, Any]:
     """Waits for ``what`` of a rank that has ``liveness.start_s`` for it; returns its facts.
 

@@ -73,10 +73,18 @@ def test_each_disagreement_is_said_once_with_its_place(changes: dict[str, Any], 
     ],
 )
 def test_a_port_of_a_run_has_one_listener(settings: tuple[str, ...], said: str) -> None:
-    (found,) = rank_problems(read("two_cameras", settings), world_size=2)
+    (found,) = rank_problems(read("two_cameras", settings), world_size=2, beside_rank0=2)
     assert said in found
+
+
+@pytest.mark.parametrize("beside", [1, None])
+def test_the_metrics_of_a_rank_on_another_host_take_no_port_of_rank_0s(beside: int | None) -> None:
+    for setting in ("view.port=8000", OPENPI):
+        assert rank_problems(read("two_cameras", ("metrics.port=7999", setting)), 2, beside) == []
+    (found,) = rank_problems(read("two_cameras", ("metrics.port=8000", OPENPI)), 2, beside)
+    assert "which metrics of rank 0 has" in found
 
 
 def test_ports_that_differ_or_are_any_free_ones_agree() -> None:
     for settings in (("metrics.port=0", "view.port=0"), ("metrics.port=8001", OPENPI)):
-        assert rank_problems(read("two_cameras", settings), world_size=2) == []
+        assert rank_problems(read("two_cameras", settings), world_size=2, beside_rank0=2) == []

@@ -1,4 +1,4 @@
-"""What opening a link between GPUs leaves in the log; the link itself is a stand-in."""
+"""Ports of the ranks on a host, and the log of a link between GPUs, itself a stand-in."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from ppstream import ConfigError
+from ppstream.config.load import read
 from ppstream.launch import device_ranks
 from ppstream.links.latency_probe import LinkLatency
 from ppstream.links.slots import BACK, FRONT
@@ -49,3 +51,25 @@ def test_a_link_opens_within_the_limit_of_the_start_and_the_log_says_which_and_w
     assert events == [("link", fields)]
     said = "link pinned: no peer access; 3.5 µs one way for 64 bytes, queued ahead"
     assert caplog.messages == ([said] if side == FRONT else [])
+
+
+@pytest.mark.parametrize(
+    ("rank", "local_rank", "local_world_size", "is_refused"),
+    [(0, 0, 1, False), (0, 0, 2, True), (1, 1, 2, True), (2, 0, 2, False)],
+)
+def test_the_ports_of_ranks_are_taken_on_their_own_host_alone(
+    monkeypatch: pytest.MonkeyPatch,
+    rank: int,
+    local_rank: int,
+    local_world_size: int,
+    is_refused: bool,
+) -> None:
+    for key, value in (("", rank), ("LOCAL_", local_rank)):
+        monkeypatch.setenv(f"{key}RANK", str(value))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local_world_size))
+    said = ""
+    try:
+        device_ranks.place_here(read("two_cameras", ("metrics.port=7999", "view.port=8000")), 4)
+    except ConfigError as error:  # which two hosts without gloo is, too
+        said = str(error)
+    assert ("view.port: got port 8000, which metrics of rank 1 has" in said) == is_refused
