@@ -226,20 +226,24 @@ class TimestampLog:
             self._drained += 1
         if lines or records:
             batch = [*lines, *records]  # of a tuple msgspec 0.22 keeps an object for good
-            self._write(self._encoded(batch))
+            try:
+                data = self._encoder.encode_lines(batch)
+            except Exception:  # noqa: BLE001 - the log goes on, whatever it is given
+                lines, records = ([*filter(self._is_sound, part)] for part in (lines, records))
+                data = self._encoder.encode_lines([*lines, *records])
+            self._write(data)
         for watcher in tuple(self.watchers):
             self._show(watcher, lines, records)
 
-    def _encoded(self, batch: list[Any]) -> bytes:
-        """The batch as lines; one that is no JSON, as of a lone surrogate, is lost alone."""
+    def _is_sound(self, line: Any) -> bool:
+        """False of one that is no JSON, as of a lone surrogate: it is lost alone."""
         try:
-            return self._encoder.encode_lines(batch)
-        except Exception as error:  # noqa: BLE001 - the log goes on, whatever it is given
-            if len(batch) == 1:
-                self._lost += 1
-                logger.error("a line of the log is lost: %s", error)
-                return b""
-        return b"".join(self._encoded([line]) for line in batch)
+            self._encoder.encode(line)
+        except Exception as error:  # noqa: BLE001 - as above
+            self._lost += 1
+            logger.error("a line of the log is lost: %s", error)
+            return False
+        return True
 
     def _show(self, watcher: Watcher, lines: list[dict[str, Any]], records: list[Any]) -> None:
         try:

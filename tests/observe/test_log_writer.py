@@ -91,7 +91,14 @@ def test_events_and_other_lines_are_stamped_and_written(log):
     assert event["t"] <= ledger["t"]
 
 
-def test_a_line_that_is_no_json_is_lost_alone(log):
+class Kept(list):
+    """A watcher of ``TimestampLog``."""
+
+    line = record = list.append
+
+
+def test_a_line_that_is_no_json_is_lost_alone_and_no_watcher_gets_it(log):
+    log.watchers.append(kept := Kept())
     log.event("before")
     log.event("fault", text="caf\udce9.npz")
     log.event("fault", text=object())
@@ -101,6 +108,11 @@ def test_a_line_that_is_no_json_is_lost_alone(log):
     assert log.flush()
     assert [line.get("name") for line in lines(log)] == ["before", None, "behind"]
     assert (log.statistics().written, log.statistics().lost) == (3, 2)
+    assert [one["name"] if isinstance(one, dict) else one.seq for one in kept] == [
+        "before",
+        0,
+        "behind",
+    ]
 
 
 def test_log_on_a_full_disk_counts_the_loss_and_the_run_goes_on(tmp_path):
