@@ -452,7 +452,8 @@ class RunLog:
     envelope_ledgers: tuple[EnvelopeLedger, ...] = ()
     rule_counts: RuleCounts | None = None  # of the newest generation; None: not logged
     robot_states: tuple[RobotStateLine, ...] = ()  # by session
-    first_waits_ns: tuple[int, ...] = ()  # of each session, for its first chunk
+    first_waits_ns: Mapping[int, int] = field(default_factory=dict)  # by session, for a chunk
+    session_gaps_ns: Mapping[int, int] = field(default_factory=dict)  # the longest, of rank 0
     unbelievable: int = 0  # reports of robots that are left out: their ages cannot be
     strangers: tuple[str, ...] = ()  # files with lines of another run, which are left out
     exits: Json = field(default_factory=dict)  # exit.json as it stands

@@ -56,10 +56,13 @@ class WindowRequests:
     Attributes:
         first_waits_ns: by session, from the begin of its first window to its first chunk; until
             there is one, to the end of its newest window.
+        gaps_ns: by session, the longest from one chunk to the next.
     """
 
     def __init__(self) -> None:
         self.first_waits_ns: dict[int, int] = {}
+        self.gaps_ns: dict[int, int] = {}
+        self._chunk_ns: dict[int, int] = {}  # the newest of each session
         self._begun_ns: dict[int, int] = {}  # of each session that has no chunk yet
         #: By session: its newest episode and window's end, and when that envelope was over.
         self._newest: dict[int, tuple[tuple[int, int], int]] = {}
@@ -73,6 +76,7 @@ class WindowRequests:
         for session, episode, end in rows:
             if session > 0:
                 self._wait(session, envelope)
+                self._chunk(session, envelope)
             before, over_ns = self._newest.get(session, (None, 0))
             if session <= 0 or not end or before == (episode, end):  # no robot, or nothing new
                 continue
@@ -91,6 +95,12 @@ class WindowRequests:
         self.first_waits_ns[session] = ended_ns - begun_ns
         if envelope.is_emitted:
             del self._begun_ns[session]
+
+    def _chunk(self, session: int, envelope: Envelope) -> None:
+        if envelope.tEmit is not None and envelope.is_emitted:
+            gap_ns = envelope.tEmit - self._chunk_ns.get(session, envelope.tEmit)
+            self.gaps_ns[session] = max(gap_ns, self.gaps_ns.get(session, 0))
+            self._chunk_ns[session] = envelope.tEmit
 
 
 class GatewayTotals:

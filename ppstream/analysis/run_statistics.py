@@ -218,30 +218,45 @@ def usual_stages_ns(envelopes: Iterable[Envelope]) -> dict[str, float]:
 
 
 class ChunkGaps(NamedTuple):
-    """Times without a new chunk in service: robots' own, else those between rank 0's emits.
+    """Times without a new chunk in service: of each session, else those between rank 0's emits.
 
     Of robots that ask for their chunks only the waits for their first ones: they pause as they
     like.
     """
 
     longest_ns: int
-    above: int  # so many were longer than ``limit_ns``
+    above: int  # so many were longer than ``limit_ns``, or so many sessions had one that was
     limit_ns: int
     first_ns: int = 0  # the longest wait of a robot for its first one
+    is_by_session: bool = False  # robots tell of their longest one alone
+
+    def above_text(self, limit: str) -> str:
+        """For people, who know ``limit_ns`` as ``limit``."""
+        if not self.is_by_session:
+            return f"{self.above} above {limit}"
+        return f"in {self.above} session{'s' * (self.above != 1)} above {limit}"
 
 
 def chunk_gaps(run: RunLog, served: Iterable[Envelope], limit_ns: int) -> ChunkGaps | None:
-    """Gaps of each session, the longest, where robots tell them, else of all emits.
+    """Gaps of each session, the longest, where a robot tells its own, else of all emits.
 
-    A robot tells of times between chunks; how long it waited for its first one, rank 0 knows.
+    Beside robots that tell, rank 0 knows the gap of one that does not. A robot tells of times
+    between chunks; how long it waited for its first one, rank 0 knows.
     """
+    waits = run.first_waits_ns
+    first_ns = max(waits.values(), default=0)
+    told = {one.session: one.chunk_gap_ns for one in run.robot_states if one.chunk_gap_ns}
+    if told and not is_on_request(run.config):
+        longest = {**run.session_gaps_ns, **told}
+        for session, wait_ns in waits.items():
+            longest[session] = max(wait_ns, longest.get(session, 0))
+        above = sum(gap > limit_ns for gap in longest.values())
+        return ChunkGaps(max(longest.values()), above, limit_ns, first_ns, is_by_session=True)
     emits = sorted(e.tEmit for e in served if e.is_emitted and e.tEmit is not None)
-    told = [robot.chunk_gap_ns for robot in run.robot_states if robot.chunk_gap_ns]
-    between = [] if is_on_request(run.config) else told or [b - a for a, b in pairwise(emits)]
-    if not (gaps := [*between, *run.first_waits_ns]):
+    between = [] if is_on_request(run.config) else [b - a for a, b in pairwise(emits)]
+    if not (gaps := [*between, *waits.values()]):
         return None
-    above = sum(gap > limit_ns for gap in gaps)
-    return ChunkGaps(max(gaps), above, limit_ns, max(run.first_waits_ns, default=0))
+    return ChunkGaps(max(gaps), sum(gap > limit_ns for gap in gaps), limit_ns, first_ns)
 
 
 def deadlines(envelopes: Iterable[Envelope]) -> dict[str, object] | None:

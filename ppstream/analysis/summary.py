@@ -355,7 +355,7 @@ def _gap_figure(service: ServiceReport | None) -> Figure:
         why = "robots ask for their chunks" if on_request else "no robot was served"
         return Figure("longest gap", "unknown", why)
     note = "before a robot's first chunk" if on_request else "without a new chunk in service"
-    note += f"; {gaps.above} above the lease of {in_ms(gaps.limit_ns)} ms"
+    note += f"; {gaps.above_text(f'the lease of {in_ms(gaps.limit_ns)} ms')}"
     if held_ns := _held_ns(service):
         note += f"; robots held for {in_ms(held_ns)} ms"
     return Figure("longest gap", f"{in_ms(gaps.longest_ns)} ms", note, bool(_trouble(service)))

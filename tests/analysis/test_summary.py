@@ -163,7 +163,7 @@ def test_longest_gap_is_one_number_in_figure_note_text_and_json(told: dict[str, 
     assert report.figures[2] == (
         "longest gap",
         "900 ms",
-        "without a new chunk in service; 1 above the lease of 300 ms",
+        "without a new chunk in service; in 1 session above the lease of 300 ms",
         True,
     )
     assert "no new chunk for 900 ms" in report.sentence
@@ -171,14 +171,29 @@ def test_longest_gap_is_one_number_in_figure_note_text_and_json(told: dict[str, 
     assert isinstance(service, dict)
     assert service["longest_without_chunk_ms"] == pytest.approx(900)
     text = " ".join(render(report).split())
-    assert "longest without a new chunk 900 ms 1 above 300 ms" in text
+    assert "longest without a new chunk 900 ms in 1 session above 300 ms" in text
 
 
 def test_a_robot_that_held_never_had_no_need_of_a_chunk() -> None:
     report = judged(told_gap(900, holds=0))
-    assert report.figures[2].note.endswith("; 1 above the lease of 300 ms")
+    assert report.figures[2].note.endswith("; in 1 session above the lease of 300 ms")
     assert not report.figures[2].is_bad
     assert report.sentence.endswith("there is nothing to do.")
+
+
+@pytest.mark.parametrize("told", [None, 0])
+def test_what_a_robot_tells_hides_no_gap_of_a_robot_that_tells_nothing(told: int | None) -> None:
+    golden = told_gap(44)
+    golden.tell({"kind": "robot_state", "session": 8, "t": 6, "holds": 1, "chunk_gap_ns": told})
+    ready = [line for line in golden.lines if line["phase"] == "ready"]
+    for number, line in enumerate(ready):  # the robot of session 8 has none of a hundred
+        rows = [7] if 100 <= number < 200 else [7, 8]
+        line |= {"session": rows, "session_epoch": [0] * len(rows)}
+        line |= {"window_end_ns": [number + 1] * len(rows)}
+    figure = judged(golden).figures[2]
+    assert 4000 < float(figure.value.removesuffix(" ms")) < 4100
+    assert figure.note.endswith("; in 1 session above the lease of 300 ms")
+    assert figure.is_bad
 
 
 def test_pauses_of_robots_that_ask_for_their_chunks_are_no_gaps() -> None:
@@ -280,5 +295,5 @@ def test_a_robot_that_waited_for_its_first_chunk_is_no_outage_that_vanishes() ->
     golden.tell({"kind": "robot_state", "session": 7, "t": 5, "chunk_gap_ns": ms(44)})
     figure = judged(golden).figures[2]
     assert figure.is_bad
-    assert figure.note.endswith("1 above the lease of 1000 ms")
+    assert figure.note.endswith("in 1 session above the lease of 1000 ms")
     assert 4000 < float(figure.value.removesuffix(" ms")) < 4100

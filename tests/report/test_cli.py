@@ -427,7 +427,7 @@ def test_service_tells_outages_holes_and_what_robots_say() -> None:
     golden.extra += [state | {"holds": 1}, state, named]  # the newest of a session counts
     report = report_of(golden)
     text = " ".join(render(report).split())
-    assert "longest without a new chunk 691 ms 2 above 300 ms" in text
+    assert "longest without a new chunk 691 ms in 2 sessions above 300 ms" in text
     assert "robot my-arm?[2J (session 2b) 0 holds for 900 ms" in text
     assert "robot of session 2a 3 holds for 900 ms 1 faults, the newest: lease?[2J" in text
     assert "longest without a new chunk 691 ms" in text
@@ -442,7 +442,11 @@ def test_service_tells_outages_holes_and_what_robots_say() -> None:
     assert "imu on request 1.5% of targets invalid" in " ".join(render(asked).split())
     assert "on request, 1.5% of targets invalid" in service_table(asked.service or report.service)
     page = service_table(report.service) if report.service else ""
-    for shown in ("691 ms, 2 above 300 ms", "3 holds for 900 ms", "2 holes above max_gap_ms"):
+    for shown in (
+        "691 ms, in 2 sessions above 300 ms",
+        "3 holds for 900 ms",
+        "2 holes above max_gap_ms",
+    ):
         assert shown in page
 
 
