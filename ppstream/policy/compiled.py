@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
-from ppstream.core.errors import ConfigError
+from ppstream.core.errors import ConfigError, PolicyError
 from ppstream.core.interpreter import uncollected
 
 if TYPE_CHECKING:
@@ -37,6 +37,9 @@ BREAKS_LOG: Final = "torch._dynamo.symbolic_convert.__graph_breaks"
 BREAK: Final = re.compile(r"in user code at (.+):(\d+)\nGraph Break Reason: (.*)", re.DOTALL)
 COMPILE_ID: Final = re.compile(r"^\d+/\d+: ")
 WRAPPED: Final = "Encountered graph break when"  # the reason stands in the next line
+#: Of what the policy raised while the compiler ran it with shapes alone, and the lines it was at.
+GOT: Final = re.compile(r"run FX node with fake tensors: .*: got (\w+\(.*\))\s*$", re.MULTILINE)
+PLACE: Final = re.compile(r'^ *File "(.+)", line (\d+), in ', re.MULTILINE)
 REASON_MAX: Final = 120  # characters
 NAMED_MAX: Final = 20  # breaks in one error
 
@@ -231,15 +234,18 @@ class _CompiledPolicy:
 
         Raises:
             ConfigError: the compiler failed.
+            PolicyError: the policy did, as the compiler read it.
         """
         with _LISTENER.hearing(self._part):
             try:
                 self._call(dict(window), dict(out))
             except RuntimeError as error:
-                from torch._dynamo.exc import TorchDynamoException  # imported long ago, here
+                from torch._dynamo.exc import TorchDynamoException, TorchRuntimeError
 
-                if not isinstance(error, TorchDynamoException):
+                if not isinstance(error, TorchDynamoException):  # imported long ago, here
                     raise
+                if isinstance(error, TorchRuntimeError) and (own := _own_failure(str(error))):
+                    raise PolicyError(f"part {self._part.name!r} raised {own}") from error
                 raise ConfigError([_failure(self._part.name, error)]) from error
 
 
@@ -316,6 +322,16 @@ class _Listener(logging.Handler):
             log.setLevel(logging.DEBUG)
             log.propagate = False
         log.addHandler(self)
+
+
+def _own_failure(text: str) -> str:
+    """The error of user code and its place, from the compiler's ``text``; empty: it has none."""
+    found = GOT.search(text)
+    if found is None:
+        return ""
+    places = PLACE.findall(text)
+    where = f" at {places[-1][0]}:{places[-1][1]}" if places else ""
+    return found[1][:REASON_MAX] + where
 
 
 def _failure(part: str, error: Exception) -> str:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from breaking_policy import Summing, line_of
 
-from ppstream.core.errors import ConfigError
+from ppstream.core.errors import ConfigError, PolicyError
 from ppstream.policy.compiled import (
     RecompileMeter,
     break_lines,
@@ -154,3 +154,21 @@ def test_a_part_that_cannot_be_compiled_is_named_with_the_setting() -> None:
     (text,) = refusal.value.problems
     assert text.startswith("policy.compile: torch.compile failed at part 'summing' (RuntimeError: ")
     assert "no kernel for it); set policy.compile = false" in text
+
+
+class Misshapen(Summing):
+    """A policy with a fault of its own."""
+
+    def __call__(self, window: Any, out: Any) -> None:
+        window["state.values"].reshape(7, 9)  # MISSHAPEN
+
+
+def test_a_fault_of_the_policy_itself_is_told_as_such_with_its_line() -> None:
+    with pytest.raises(PolicyError) as caught:
+        called(compiled(Misshapen(OPTIONS), "eager"))
+    text = str(caught.value)
+    assert text.startswith(
+        "part 'summing' raised RuntimeError(\"shape '[7, 9]' is invalid for input"
+    )
+    assert text.endswith(line_of("MISSHAPEN", __file__))
+    assert "policy.compile" not in text

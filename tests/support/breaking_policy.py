@@ -41,10 +41,10 @@ def build(options: Mapping[str, Any], device: torch.device) -> Summing:
     return Summing(options)
 
 
-def line_of(mark: str) -> str:
-    """``file:line`` of the line above that ends with ``# mark``."""
-    with open(__file__) as file:
+def line_of(mark: str, path: str = __file__) -> str:
+    """``path:line`` of the line of a file, this one, that ends with ``# mark``."""
+    with open(path) as file:
         lines = [
             number for number, text in enumerate(file, 1) if text.rstrip().endswith(f"# {mark}")
         ]
-    return f"{__file__}:{lines[0]}"
+    return f"{path}:{lines[0]}"
