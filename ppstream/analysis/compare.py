@@ -251,8 +251,13 @@ def _differences_of(
         low, high = changes[round(TAIL * last)], changes[round((1 - TAIL) * last)]
         first, second = (row[at] / row[0] for row in whole)
         change = second / first - 1
-        low, high = (change + wider * (end - change) for end in (low, high))
+        low, high = (_widened(end, change, wider) for end in (low, high))
         yield Difference(name, first / 1e6, second / 1e6, change, low, high)
+
+
+def _widened(end: float, change: float, wider: float) -> float:
+    """An end of the interval around ``change``, by ratios: no quantity falls by over 100 %."""
+    return (1 + change) * math.pow((1 + end) / (1 + change), wider) - 1
 
 
 def _wider(a: int, b: int) -> float:

@@ -94,6 +94,17 @@ def test_several_runs_a_side_widen_the_interval_by_how_they_differ(tmp_path: Pat
     assert "from one start to the next" in comparison_text(alone)
 
 
+def test_no_interval_of_few_runs_says_that_a_time_may_fall_by_more_than_all(
+    tmp_path: Path,
+) -> None:
+    for side, periods in (("a", (20, 20, 60)), ("b", (5, 5, 40))):
+        for k, b in enumerate(periods):
+            run = simulate(stages(b=b), n=160).set("run_id", f"{side}{k}")
+            run.write(tmp_path / side / f"{k}")
+    found = compare_folders(tmp_path / "a", tmp_path / "b").differences[0]
+    assert -1 < found.low < found.change < found.high
+
+
 @pytest.mark.parametrize(("apart", "is_shown"), [(0.15, False), (0.5, True)])
 def test_few_runs_a_side_show_only_what_their_own_spread_cannot_be(
     apart: float, is_shown: bool, tmp_path: Path
