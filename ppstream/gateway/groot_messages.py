@@ -16,6 +16,7 @@ from ppstream.config.gateway_rules import PROMPT, key_entries, listen_address, l
 from ppstream.config.schema import GatewayConfig, PipelineConfig
 from ppstream.core.errors import SpecError
 from ppstream.gateway.key_map import Array, KeyMap, source_of
+from ppstream.wire.endpoints import bracketed
 from ppstream.wire.groot import modality_config
 
 NEWER: Final = "observation"  # the key below which N1.6 puts it
@@ -140,7 +141,7 @@ def describe(config: PipelineConfig, gateway: GatewayConfig) -> str:
         "import numpy as np",
         "from gr00t.policy.server_client import PolicyClient",
         "",
-        f'client = PolicyClient("{host}", {port})',
+        f'client = PolicyClient("{bracketed(host)}", {port})',
         "observation = " + source_of(_example(config, gateway)),
         "actions, info = client.get_action(observation)",
     ]

@@ -391,7 +391,7 @@ def describe(config: PipelineConfig, gateway: GatewayConfig) -> str:
         "import numpy as np",
         "from openpi_client.websocket_client_policy import WebsocketClientPolicy",
         "",
-        f'client = WebsocketClientPolicy("{host}", {port})',
+        f'client = WebsocketClientPolicy("{bracketed(host)}", {port})',
         "observation = " + source_of(key_map.example()),
         'actions = client.infer(observation)["actions"]',
     ]

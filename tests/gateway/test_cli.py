@@ -74,6 +74,17 @@ def test_describe_prints_a_client_of_lerobot(capsys: pytest.CaptureFixture[str])
     assert "--actions_per_chunk=10 " in said
 
 
+@pytest.mark.parametrize(
+    ("settings", "client"), [((), "WebsocketClientPolicy"), (GROOT, "PolicyClient")]
+)
+def test_describe_names_a_host_as_its_client_puts_it_into_an_address(
+    settings: tuple[str, ...], client: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [word for one in (*settings, "gateway.0.listen=[::1]:8000") for word in ("--set", one)]
+    assert main(["--config", DROID, "--describe", *words]) == 0
+    assert f'client = {client}("[::1]", 8000)' in capsys.readouterr().out
+
+
 def test_a_run_without_a_gateway_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--config", "demo"]) == ExitCode.CONFIG
     assert "gateway: got none" in capsys.readouterr().err
