@@ -190,6 +190,11 @@ def bound_command(module: str, *arguments: str) -> list[str]:
     return [sys.executable, "-c", code, module, *arguments]
 
 
+def environment_to_import() -> dict[str, str]:
+    """The environment of a process that finds what this one does, as beside a configuration."""
+    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+
+
 def run_bound(starter: int) -> None:
     """Run the module that the command line names; SIGTERM it when process ``starter`` ends."""
     process = HeldProcess.of(starter)

@@ -11,7 +11,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 from contextlib import suppress
 from http.client import HTTPException
@@ -21,7 +20,7 @@ from typing import Final
 import msgspec
 
 from ppstream.config import load
-from ppstream.control.peer_process import bound_command
+from ppstream.control.peer_process import bound_command, environment_to_import
 from ppstream.core.errors import FINAL_CODES, ConfigError, ExitCode
 from ppstream.fleet.directory import PipelineReport
 from ppstream.fleet.fleet_config import FleetPlan, endpoint_of, settings_of
@@ -68,7 +67,7 @@ class PipelineProcess:
             stdin=subprocess.DEVNULL,
             stdout=self._output,
             stderr=subprocess.STDOUT,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            env=environment_to_import(),
             start_new_session=True,
         )
         self._report = msgspec.structs.replace(self._report, pid=self._process.pid)

@@ -6,12 +6,10 @@ process reads their log. When it ends, the run drains; its processes do so howev
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -28,7 +26,7 @@ from ppstream.analysis.verdict import ACCEPTABLE
 from ppstream.config import load
 from ppstream.config.schema import PipelineConfig
 from ppstream.config.to_toml import as_toml, toml_value
-from ppstream.control.peer_process import bound_command
+from ppstream.control.peer_process import bound_command, environment_to_import
 from ppstream.core.clock import limit_ns, now_ns
 from ppstream.core.errors import ExitCode, PpstreamError
 from ppstream.launch.in_thread import ThreadRank
@@ -233,7 +231,7 @@ class _Processes:
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
-                env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                env=environment_to_import(),
                 start_new_session=True,  # Ctrl-C comes here, and ends the run by stop()
             )
 

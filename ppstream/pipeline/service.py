@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from ppstream.config.schema import DemoConfig, PipelineConfig
-from ppstream.control.peer_process import bound_command
+from ppstream.control.peer_process import bound_command, environment_to_import
 from ppstream.core.clock import now_ns
 from ppstream.core.errors import ConfigError
 from ppstream.core.phases import SERVING
@@ -190,7 +190,9 @@ class Service:
         settings |= {"extra-delay-ms": demo.extra_delay_ms, "seed": demo.seed}
         options = [part for key, value in settings.items() for part in (f"--{key}", str(value))]
         with (self._run.directory / ROBOT_STORY).open("w") as story:
-            return subprocess.Popen(bound_command(demo.robot, *options), stdout=story)
+            return subprocess.Popen(
+                bound_command(demo.robot, *options), stdout=story, env=environment_to_import()
+            )
 
     def _end_robot(self) -> None:
         """The robot leaves by itself when the run drains; it is made to after a moment."""

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from forked_process import ForkedProcess
@@ -34,9 +35,11 @@ GONE_LIMIT_S = 2.5  # ranks whose launcher is gone
 class Launched:
     """``ppstream run`` as a process, its output, and its ranks."""
 
-    def __init__(self, folder: Path, *settings: str, options: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, folder: Path, *settings: str, options: tuple[str, ...] = (), config: Path = CONFIG
+    ) -> None:
         self.output = folder / "output"
-        command = ["forking_launcher", "ppstream.launch.commands", "run", str(CONFIG), *options]
+        command = ["forking_launcher", "ppstream.launch.commands", "run", str(config), *options]
         for setting in (f"log.root={folder}", *settings):
             command += ["--set", setting]
         path = f"{TOOLS}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
@@ -72,7 +75,7 @@ class Launched:
 
 
 @contextmanager
-def launched(folder: Path, *settings: str, **more: tuple[str, ...]) -> Iterator[Launched]:
+def launched(folder: Path, *settings: str, **more: Any) -> Iterator[Launched]:
     run = Launched(folder, *settings, **more)
     try:
         yield run
@@ -92,6 +95,17 @@ def test_a_run_that_drains_by_itself_ends_with_0_and_our_line(tmp_path: Path) ->
         assert run.wait() == 0, run.text()
         assert run.last_line() == "ppstream: exit 0 DRAINED service.duration_s is over"
         assert len(run.log.exits()) == 1
+
+
+def test_a_demo_robot_that_lies_beside_the_configuration_is_found(tmp_path: Path) -> None:
+    (tmp_path / "arm").mkdir()
+    config = tmp_path / "arm" / "run.toml"
+    config.write_text(CONFIG.read_text())
+    (tmp_path / "arm" / "robot_beside_its_toml.py").write_text("raise SystemExit(7)")
+    settings = "demo.robot=robot_beside_its_toml", f"service.endpoint=unix://{tmp_path}/r"
+    with launched(tmp_path, *settings, SERVED, options=("--nproc=1",), config=config) as run:
+        assert run.wait() == 11, run.text()
+        assert "demo.robot: it ended with code 7 before the run was ready" in run.text()
 
 
 def test_a_refused_run_ends_with_its_code_and_says_why_last(tmp_path: Path) -> None:
