@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from ppstream import ConfigError
 from ppstream.config.load import locate, read
 from ppstream.launch import commands, new_arm
 from ppstream.launch.new_arm import Arm, toml_of
@@ -92,6 +93,9 @@ def test_its_policy_loads_the_weights_that_the_file_names(tmp_path: Path) -> Non
     path = read(str(toml)).policy.weights
     loaded = build({**options, "cameras": cameras, "weights": path}, torch.device("cpu"))
     assert all((value == 0.5).all() for value in loaded.head.state_dict().values())
+    Path(path or "").write_bytes(b"garbage" * 9)
+    with pytest.raises(ConfigError, match=r"policy.weights: .* cannot be read: "):
+        build({**options, "cameras": cameras, "weights": path}, torch.device("cpu"))
 
 
 @pytest.mark.parametrize(

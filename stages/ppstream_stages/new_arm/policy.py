@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from ppstream import TensorSpec
+from ppstream_stages.building import load_weights
 
 
 class ArmPolicy:
@@ -29,7 +29,7 @@ class ArmPolicy:
         move = nn.Linear(seen, 128), nn.ReLU(), nn.Linear(128, self.horizon * self.joints)
         self.head = nn.Sequential(*move).to(device)
         if options["weights"] is not None:  # policy.weights of the TOML, an absolute path
-            self.head.load_state_dict(load_file(options["weights"], str(device)))
+            load_weights(self.head, options["weights"])
 
     def reset(self, rows: Tensor) -> None:
         """Forget the rows (bool ``[B]``) whose episode begins: this network remembers nothing."""
