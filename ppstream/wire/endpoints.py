@@ -63,9 +63,9 @@ def folder_problem(path: Path, *, is_shared: bool) -> str | None:
         return None if folder.parent.is_dir() else f"{folder.parent} does not exist; make it"
     except OSError as error:
         return f"{folder}: {error.strerror}; {want}"
-    uid, mode = found[1].st_uid, stat.S_IMODE(found[1].st_mode)
-    if any(one.st_uid != os.geteuid() for one in found):
-        return f"{folder} belongs to user {uid}; {want}, such as {example}"
+    mode = stat.S_IMODE(found[1].st_mode)
+    if others := [one.st_uid for one in found if one.st_uid != os.geteuid()]:
+        return f"{folder} belongs to user {others[0]}; {want}, such as {example}"
     if not stat.S_ISDIR(found[1].st_mode):
         return f"{folder} is no folder; {want}"
     if mode & (stat.S_IWGRP | stat.S_IWOTH if is_shared else stat.S_IRWXG | stat.S_IRWXO):

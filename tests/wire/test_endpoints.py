@@ -1,8 +1,17 @@
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import pytest
 
-from ppstream.wire.endpoints import UNIX_PATH_MAX_BYTES, endpoint_problem, is_local
+from ppstream.wire.endpoints import (
+    OWN_MODE,
+    UNIX_PATH_MAX_BYTES,
+    endpoint_problem,
+    folder_problem,
+    is_local,
+)
 
 
 @pytest.mark.parametrize(
@@ -49,3 +58,15 @@ def test_only_loopback_and_unix_sockets_are_local(endpoint: str, local: bool) ->
 )
 def test_what_cannot_be_an_endpoint_is_said(endpoint: str, fits: bool) -> None:
     assert (endpoint_problem(endpoint) is None) is fits
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="root alone may give a link to another user")
+def test_a_link_of_another_user_to_a_folder_of_one_s_own_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir(OWN_MODE)
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "folder")
+    assert folder_problem(link / "robot", is_shared=False) is None
+    os.lchown(link, 1234, -1)
+    problem = folder_problem(link / "robot", is_shared=False)
+    assert problem is not None
+    assert f"{link} belongs to user 1234; want a folder of your own" in problem
