@@ -52,6 +52,17 @@ def test_a_blend_is_over_before_the_older_chunk_expires() -> None:
     assert value_at(timeline, LEASE_NS) == 3.0
 
 
+def test_a_new_episode_begins_at_its_own_action_though_one_was_blended_before() -> None:
+    timeline = blending()
+    timeline.merge(constant(0, 1.0), 0)
+    value_at(timeline, 15 * MS)
+    timeline.merge(constant(1, 3.0, end_ns=5 * MS), 30 * MS)
+    assert value_at(timeline, 35 * MS) == pytest.approx(1.5)
+    timeline.clear()
+    timeline.merge(constant(0, 9.0, end_ns=36 * MS, episode=1), 46 * MS)
+    assert value_at(timeline, 46 * MS) == 9.0
+
+
 arrivals = st.lists(
     st.tuples(
         st.integers(1, 30 * MS),  # since the one before

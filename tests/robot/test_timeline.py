@@ -57,6 +57,16 @@ def test_a_maximum_age_that_no_action_could_keep_is_refused(max_age_ms: float) -
         ActionTimeline(2, max_age_ms=max_age_ms)
 
 
+@pytest.mark.parametrize(
+    "bad", [(np.nan,), (np.inf,), (-np.inf,), (np.inf, -np.inf), (np.nan, np.inf)]
+)
+def test_a_small_chunk_with_a_value_that_is_no_number_is_refused(bad: tuple[float, ...]) -> None:
+    actions = np.ones(8, np.float32)
+    actions[2 : 2 + len(bad)] = bad
+    chunk = make_chunk(actions=memoryview(actions.tobytes()))
+    assert ActionTimeline(2).merge(chunk, 0) == "non_finite"
+
+
 def test_the_oldest_action_executed_is_told_beside_what_was_allowed() -> None:
     timeline = ActionTimeline(2, max_age_ms=60.0)
     assert timeline.statistics().oldest_text() == "no action executed"
