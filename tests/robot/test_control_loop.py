@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,9 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from robot_rig import DT_NS, LEASE_NS, MS, make_chunk, wait_until
 
-from ppstream.core.clock import ManualClock
+from ppstream.core.clock import NS_PER_S, ManualClock
 from ppstream.core.errors import PpstreamError, ReceiverEndedError
 from ppstream.core.realtime import PR_GET_TIMERSLACK, NotPermittedError, RealTime
+from ppstream.robot import control_loop
 from ppstream.robot.control_loop import ControlLoop, LoopFault
 from ppstream.robot.timeline import ActionTimeline
 
@@ -117,6 +119,27 @@ def test_a_new_episode_is_no_fault() -> None:
     robot.timeline.clear()
     assert robot.tick(10 * LEASE_NS) == "hold"
     assert robot.loop.fault is None
+
+
+def test_a_run_that_is_no_longer_ready_owes_nothing_to_a_new_episode() -> None:
+    robot = Robot()
+    robot.receive(0)
+    assert robot.tick() == "write"
+    robot.timeline.clear()
+    robot.tick()
+    robot.ready = False
+    assert robot.tick() == "hold"
+    assert robot.loop.fault is None
+
+
+def test_a_client_that_is_closed_while_the_loop_ticks_is_a_fault() -> None:
+    robot = Robot()
+    robot.receive(0)
+    assert robot.tick() == "write"
+    robot.timeline.close()
+    assert robot.tick() == "hold"
+    assert robot.loop.fault is not None
+    assert robot.loop.fault.reason == "client"
 
 
 @pytest.mark.parametrize("reaction", ["stop", "home"])
@@ -242,6 +265,36 @@ def test_a_stop_on_the_way_home_ramps_from_the_motion_that_home_made() -> None:
     for _ in range(5):
         assert robot.tick(10 * MS) == "stop"
     np.testing.assert_allclose(robot.left, [0.75, 0.5, 0.25, 0.0, 0.0])
+
+
+def test_a_second_fault_tells_nothing_more_of_a_motion_that_is_at_rest() -> None:
+    robot = Robot(on_expiry="stop", ramp_ms=50.0)
+    robot.receive(0)
+    robot.tick()
+    robot.tick(LEASE_NS)
+    for _ in range(8):
+        robot.tick(10 * MS)
+    assert robot.left[-1] == 0.0
+    robot.timeline.fail("it ended", "client: it ended")
+    robot.loop.clear_fault()
+    for _ in range(4):
+        assert robot.tick(10 * MS) == "stop"
+    assert robot.left[-4:] == [0.0] * 4
+
+
+def test_a_stop_on_the_way_home_ramps_also_when_a_stop_before_it_had_ended() -> None:
+    robot = Robot(on_expiry="home", ramp_ms=40.0)
+    robot.receive(0)
+    robot.tick()
+    robot.loop.stop("operator")
+    robot.tick(LEASE_NS)
+    assert robot.left == [0.0]
+    robot.timeline.fail("it ended", "client: it ended")
+    robot.loop.clear_fault()
+    assert robot.tick() == "home"
+    robot.loop.stop("operator")
+    assert robot.tick(10 * MS) == "stop"
+    assert robot.left == [0.0, 0.75]
 
 
 ORDERS = st.lists(
@@ -395,6 +448,23 @@ def test_deadlines_are_absolute_and_missed_ticks_are_counted() -> None:
     assert statistics.lateness.count == statistics.ticks
     assert sum(found.n for found in statistics.histogram) == statistics.ticks
     assert robot.did[-1] == "hold"
+
+
+def test_a_tick_that_takes_long_misses_those_that_were_due_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def read(stamp_ns: int) -> dict[str, Any]:
+        if stamp_ns == 3 * period_ns:
+            robot.clock.advance(7 * period_ns // 2)
+        return {}
+
+    robot = Robot(read=read)
+    period_ns = robot.loop.period_ns
+    sleep = lambda seconds: robot.clock.advance(round(seconds * NS_PER_S))  # noqa: E731
+    monkeypatch.setattr(control_loop, "now_ns", robot.clock)
+    monkeypatch.setattr(control_loop, "time", SimpleNamespace(sleep=sleep))
+    statistics = robot.loop.run(10 * period_ns / NS_PER_S)
+    assert (statistics.ticks, statistics.missed_ticks) == (8, 2)  # the 4th is late, not missed
 
 
 def test_it_holds_when_it_is_ended_by_an_exception() -> None:
