@@ -88,6 +88,11 @@ def test_a_bend_beyond_its_acceleration_is_a_violation(bend: float, violation: s
     assert rules(acceleration=(1000.0, 1.0)).enforce(actions).violation == violation
 
 
+def test_values_that_were_clipped_are_counted_also_when_the_chunk_is_then_too_fast() -> None:
+    actions = np.float32([[0, 0], [5, 0], [0, 0]])
+    assert rules(velocity=(10.0, 10.0)).enforce(actions) == Enforced(1, "velocity")
+
+
 def test_a_switched_action_takes_the_nearest_of_its_values_and_may_jump() -> None:
     switch = rules(discrete={"b": (2.0, -2.0, 0.5)}, velocity=(10.0, 10.0))
     actions = np.float32([[0, -0.8], [0, 1.1], [0, 90]])

@@ -12,9 +12,11 @@ from pipeline_in_process import NewestValues, PipelineInProcess, small_config
 
 from ppstream.core.clock import NS_PER_MS, NS_PER_S, now_ns, thread_cpu_ns
 from ppstream.core.errors import PolicyError
+from ppstream.core.simulated_delay import Delay
 from ppstream.observe.log_writer import EnvelopeRecord
+from ppstream.pipeline.decode import CopyDecoder
 from ppstream.pipeline.flight import Flight, Owner
-from ppstream.pipeline.stage_c import NoEmitter
+from ppstream.pipeline.stage_c import NoEmitter, StageC
 from ppstream.policy.protocol import Decoder
 from ppstream.wire.robot_messages import ActionChunk
 
@@ -99,6 +101,39 @@ def test_a_policy_that_keeps_breaking_a_rule_ends_the_run(tmp_path: Path) -> Non
         pytest.raises(PolicyError, match="velocity"),
     ):
         running.rank0.run(10)
+
+
+@pytest.mark.parametrize(
+    "reason",
+    [
+        "policy_error",
+        "unwritten",
+        "decoder_error",
+        "non_finite",
+        "limit",
+        "velocity",
+        "acceleration",
+    ],
+)
+def test_as_many_unusable_results_in_a_row_as_are_allowed_end_the_run(reason: str) -> None:
+    stage_c = StageC(small_config("liveness.policy_errors_max=3"), CopyDecoder(), Delay(0))
+    for drop in (reason, reason, None, reason, reason):
+        stage_c.count(drop)
+    with pytest.raises(PolicyError, match=f"3 results in a row .* the last: {reason}"):
+        stage_c.count(reason)
+
+
+def test_a_chunk_begins_one_step_behind_its_window_and_has_the_window_s_lease(
+    tmp_path: Path,
+) -> None:
+    with pipeline(tmp_path, "actions.dt_ms=10") as (running, emitter):
+        stage_c, row = running.rank0.stage_c, running.intake.rows[0]
+        owner = Owner(True, (row.session, row.session_epoch), 7, 99)
+        flight = Flight(1, 0, 1, EnvelopeRecord(), [owner], received_ns=1, emit_ns=1)
+        assert stage_c.emit(flight, [0], emitter) is None
+    (chunk,) = emitter.chunks
+    assert (chunk.window_end_ns, chunk.start_ns) == (7, 7 + 10 * NS_PER_MS)
+    assert (chunk.dt_ns, chunk.expires_ns) == (10 * NS_PER_MS, 99)
 
 
 @pytest.mark.parametrize("inline", [True, False])

@@ -295,6 +295,25 @@ def test_the_lease_of_each_row_is_its_own() -> None:
     assert stage_c.emit(flight, rows, collector) == "expired"
 
 
+def test_a_window_that_ends_where_one_of_the_old_episode_did_has_no_answer_yet() -> None:
+    """As of a simulator whose clock begins anew with each episode."""
+    config = small_config("batch.rows=2")
+    intake = build_intake(config)
+    row = intake.rows[0]
+    row.open(1)
+    stage_c = StageC(config, CopyDecoder(), Delay(0))
+    stage_c.intake = intake
+    answered = []
+    for episode in (0, 0, 1):
+        if episode > row.session_epoch:
+            row.new_episode()
+        flight = Flight(0, 0, 0, EnvelopeRecord(), received_ns=1, emit_ns=1)
+        flight.owners = [Owner(True, (1, episode), 7, 8), Owner(False, (0, 0), 0, 0)]
+        rows = stage_c.decode(flight, {"actions": np.zeros((2, 4, 2), np.float32)})
+        answered.append(stage_c.emit(flight, rows, Collector()))
+    assert answered == [None, "answered", None]
+
+
 def test_an_instruction_reaches_its_row_and_the_log_and_outlives_a_reconnect(
     tmp_path: Path,
 ) -> None:
