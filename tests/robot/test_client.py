@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -44,7 +44,8 @@ from ppstream.robot.control_loop import ControlLoop
 from ppstream.robot.feedback import Feedback
 from ppstream.robot.outbox import BATCH_SAMPLES, Outbox
 from ppstream.robot.session import RobotSession
-from ppstream.wire.fields import MAX_PUSH_BYTES
+from ppstream.wire.fields import MAX_PUSH_BYTES, encoder
+from ppstream.wire.message_socket import Frame
 from ppstream.wire.robot_messages import (
     ActionChunk,
     ChunkReport,
@@ -53,7 +54,9 @@ from ppstream.wire.robot_messages import (
     ResetRequest,
     RobotState,
     Samples,
+    Welcome,
 )
+from ppstream.wire.transports import bind_server
 
 pytestmark = pytest.mark.usefixtures("either_socket")
 
@@ -255,6 +258,24 @@ def test_an_error_names_the_path_that_was_tried(tmp_path: Path) -> None:
         tried = re.escape(f"unix://{tmp_path}/{os.geteuid()}/robot: no session: ")
         with pytest.raises(PeerLostError, match=tried):
             client.connect(0.1)
+
+
+def test_a_frame_that_is_nested_too_deep_is_counted_and_the_next_one_read() -> None:
+    phase = msgspec.msgpack.encode([19, "ready", None])
+    welcome = Welcome(1, 2, 7, "ready", NS_PER_S, NS_PER_S, 4, MS, (-1.0,) * 2, (1.0,) * 2)
+    frames: list[Frame] = []
+    with (
+        closing(bind_server(make_config().service.endpoint)) as server,
+        make_client(server.endpoint) as client,
+    ):
+        with pytest.raises(PeerLostError):
+            client.connect(0)
+        wait_until(lambda: frames.extend(server.drain()) or frames)
+        for body in (phase[:-1] + b"\x91" * 50_000, encoder.encode(welcome)):
+            assert server.send(body, frames[0].peer)
+        wait_until(lambda: client.connected or client.failure)
+        assert client.failure is None
+        assert client.statistics().undecodable == 1
 
 
 def test_a_long_wait_says_what_it_is_for_until_it_is_over(tmp_path: Path) -> None:

@@ -154,6 +154,14 @@ def test_strangers_are_answered_seldom(desk: Desk) -> None:
     assert robot.drain() == []
 
 
+def test_a_frame_that_is_nested_too_deep_costs_nobody_anything(desk: Desk) -> None:
+    ping = msgspec.msgpack.encode([6, 99, None])
+    desk.send(desk.robot(), ping[:-1] + b"\x91" * 50_000)  # behind the fields that are known
+    assert desk.sessions.statistics().frames_dropped == {"undecodable": 1}
+    robot = desk.robot()
+    assert desk.send(robot, samples(desk.admit(robot).session, 1)) == 1
+
+
 def test_another_contract_is_refused_with_the_difference(desk: Desk) -> None:
     robot = desk.robot()
     desk.send(robot, hello(streams=STREAMS[:1], actions=("dy", "dx")))

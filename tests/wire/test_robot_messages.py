@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import msgspec
@@ -98,3 +99,21 @@ def test_the_version_of_a_hello_can_be_read_when_the_rest_cannot() -> None:
 def test_a_hostile_frame_raises_only_what_is_caught(frame: bytes) -> None:
     with pytest.raises(DECODE_ERRORS):
         m.from_robot.decode(frame)
+
+
+@pytest.mark.parametrize(
+    ("decoder", "name", "field"),
+    [
+        (m.from_robot, "prefix", "dt_ns"),
+        (m.to_robot, "action_chunk", "dt_ns"),
+        (m.to_robot, "welcome", "dt_ns"),
+        (m.to_robot, "welcome", "lease_ns"),
+        (m.to_robot, "welcome", "silence_ns"),
+    ],
+)
+def test_a_duration_of_nothing_is_none(decoder: Any, name: str, field: str) -> None:
+    (message,) = (rows[name] for _, v, d, rows in VERSIONS if v == NEWEST and d is decoder)
+    for span, fits in ((1, True), (0, False), (-1, False)):
+        frame = encoder.encode(msgspec.structs.replace(message, **{field: span}))
+        with nullcontext() if fits else pytest.raises(msgspec.ValidationError, match=">= 1"):
+            decoder.decode(frame)

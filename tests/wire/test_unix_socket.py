@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import resource
@@ -14,7 +15,7 @@ import threading
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -208,6 +209,23 @@ def test_the_file_of_a_server_that_was_killed_is_replaced(tmp_path: Path) -> Non
     server = bind_server(f"unix://{tmp_path}/robot")
     assert serves(server)
     server.close()
+
+
+def test_the_file_of_a_server_that_has_no_time_to_accept_stays(tmp_path: Path) -> None:
+    path = tmp_path / "robot"
+    with ExitStack() as open_sockets:
+        busy = open_sockets.enter_context(seqpacket())
+        busy.bind(str(path))
+        busy.listen(0)
+        for _ in range(16):
+            waiting = open_sockets.enter_context(seqpacket())
+            if waiting.connect_ex(str(path)) == errno.EAGAIN:
+                break
+        else:
+            pytest.fail("the backlog takes more than it was told to")
+        with pytest.raises(ConfigError, match="in use by a running server"):
+            bind_server(f"unix://{path}")
+        assert path.is_socket()
 
 
 def test_a_file_that_is_no_socket_stays(tmp_path: Path) -> None:
