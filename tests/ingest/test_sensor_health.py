@@ -85,6 +85,21 @@ def test_a_collapsed_rate_is_slow(rig):
     assert rig.degraded == [True]
 
 
+@pytest.mark.parametrize(("joints", "told"), [(49, [("joints", "slow")]), (51, [])])
+def test_less_than_half_of_the_nominal_rate_is_slow(rig, joints, told):
+    rig.second(joints=joints)
+    assert rig.told() == told
+
+
+def test_a_robot_that_takes_over_a_row_is_not_judged_by_the_second_of_its_predecessor(rig):
+    rig.row.close()
+    rig.row.open(8)
+    rig.second(joints=20)  # it came late in that second
+    assert rig.told() == []
+    rig.second(joints=20)
+    assert rig.told() == [("joints", "slow")]
+
+
 def test_samples_that_are_refused_are_told(rig):
     rig.second(value=np.nan)
     assert rig.told() == [("joints", "refused"), ("imu", "refused")]

@@ -2,7 +2,13 @@ from __future__ import annotations
 
 import pytest
 
-from ppstream.ingest.stamp_filter import FUTURE_LIMIT_NS, JUMP_SAMPLES, NEVER_NS, StampFilter
+from ppstream.ingest.stamp_filter import (
+    BEST_NS,
+    FUTURE_LIMIT_NS,
+    JUMP_SAMPLES,
+    NEVER_NS,
+    StampFilter,
+)
 
 S = 1_000_000_000
 
@@ -102,6 +108,16 @@ def test_what_waited_too_long_on_its_way_is_stale_and_the_newest_of_a_backlog_is
 def test_the_limit_of_staleness_is_exact(ageing: StampFilter, late_ns: int, taken: bool) -> None:
     ageing.accepts(0, 0)
     assert ageing.accepts(S, S + STALE_NS + late_ns) is taken
+
+
+def test_one_late_sample_after_a_quick_while_makes_no_later_one_good(ageing: StampFilter) -> None:
+    """The best lead of the while before counts on when the first of a new one is slow itself."""
+    assert ageing.accepts(0, 0)
+    rx_ns = BEST_NS
+    assert ageing.accepts(rx_ns - STALE_NS + 1, rx_ns)
+    stamp_ns, rx_ns = rx_ns - STALE_NS + 2, rx_ns + 4
+    assert not ageing.accepts(stamp_ns, rx_ns)
+    assert ageing.is_stale(stamp_ns, rx_ns)
 
 
 def test_samples_that_stay_late_are_the_new_normal(ageing: StampFilter, jumps: list[int]) -> None:

@@ -14,6 +14,7 @@ from stream_cases import MS, Input, at_ms, config, ramp, stream
 from ppstream.config.schema import GroupConfig
 from ppstream.core.specs import TensorSpec
 from ppstream.ingest.intake import Intake, build_intake, stream_lines
+from ppstream.ingest.rows import Need
 from ppstream.links.slots import SlotLayout
 from ppstream_kernels import MODES, resample
 
@@ -166,6 +167,28 @@ def test_a_row_that_awaits_its_text_is_absent_until_it_has_it() -> None:
     assert case.cutter.cut(out, [None], LEASE).window_end_ns == [30 * MS]
     assert out["state.values"][0, :, 0].tolist() == [10, 20, 30]
     case.check()
+
+
+def test_a_rehearsed_window_counts_no_targets() -> None:
+    case = one_row(stream(dim=1), steps=4)
+    push(case, "joints", 40)
+    case.cutter.cut(case.slot(), [None], LEASE)
+    assert (case.cutter.targets, case.cutter.invalid) == (4, {"joints": 3})
+    case.cutter.rehearse(case.slot())
+    assert (case.cutter.targets, case.cutter.invalid) == (4, {"joints": 3})
+
+
+@pytest.mark.parametrize(("late_ns", "present"), [(0, True), (1, False)])
+def test_a_needed_sample_may_be_just_as_old_as_its_maximum_age(
+    late_ns: int, *, present: bool
+) -> None:
+    most_ns = 15 * MS
+    streams = stream("fast", dim=1, reference=True), stream("slow", dim=1)
+    case = Input(config(*streams), needs={"slow": Need(most_ns)})
+    case.rows[0].open(7)
+    push(case, "slow", 10)
+    push(case, "fast", 10 + (most_ns + late_ns) / MS)
+    assert case.rows[0].present is present
 
 
 def test_nothing_of_an_older_episode_is_in_a_window() -> None:
