@@ -36,7 +36,7 @@ from ppstream.core.errors import (
     SpecError,
 )
 from ppstream.core.waiter import Waiter
-from ppstream.robot import connection, feedback
+from ppstream.robot import connection, feedback, session
 from ppstream.robot.answer import Asking
 from ppstream.robot.client import RobotClient
 from ppstream.robot.connection import RobotLink
@@ -50,6 +50,7 @@ from ppstream.wire.robot_messages import (
     ActionChunk,
     ChunkReport,
     FromRobot,
+    Instruct,
     Prefix,
     ResetRequest,
     RobotState,
@@ -124,6 +125,35 @@ def test_gathered_samples_leave_also_when_no_push_follows() -> None:
         rings = server.rows[0].rings
         # the thread's next turn of its own, a ping, is later than this
         wait_until(lambda: [ring.accepted for ring in rings.values()] == [3, 1], seconds=1.0)
+
+
+def test_gathered_samples_leave_also_when_the_client_closes() -> None:
+    with serving() as server:
+        with make_client(server.sessions.endpoint, batch_ms=60_000) as client:
+            client.connect()
+            assert client.wait_ready(10)
+            assert client.push("joints", 1, [0, 0, 0])
+        ring = server.rows[0].rings["joints"]
+        wait_until(lambda: server.sessions.statistics().closed == {"bye": 1})
+        assert ring.accepted == 1
+        assert client.statistics().sent == 1
+
+
+def test_a_gathered_sample_that_has_no_session_is_said_to_the_caller(tmp_path: Path) -> None:
+    with make_client(f"unix://{tmp_path}/nobody", batch_ms=60_000) as client:
+        with pytest.raises(PeerLostError):
+            client.connect(0)
+        assert not client.push("joints", 1, [0, 0, 0])
+
+
+def test_an_observation_does_not_wait_for_its_batch() -> None:
+    with (
+        serving(answers=True) as server,
+        make_client(server.sessions.endpoint, batch_ms=60_000) as client,
+    ):
+        client.connect()
+        assert client.wait_ready(10)
+        assert client.ask({"joints": [1, 2, 3]}, 10).chunk
 
 
 @pytest.mark.flaky(reruns=2)  # on a busy machine an answer may pass its lease unexecuted
@@ -336,6 +366,18 @@ def test_after_a_restart_of_the_server_there_is_a_new_session() -> None:
         assert statistics.session not in (0, before)
         assert server.rows[0].session == statistics.session
         client.close()
+
+
+def test_a_push_that_nobody_takes_has_the_client_look_for_its_server_at_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(session, "PINGS_PER_SILENCE", 0.001)  # else it looks by itself
+    with serving(make_config(f"unix://{tmp_path}/robot")) as server:
+        client = make_client(server.sessions.endpoint)
+        client.connect()
+    wait_until(lambda: not client.push("joints", now_ns(), [0, 0, 0]))
+    wait_until(lambda: not client.connected, seconds=20)
+    client.close()
 
 
 def test_a_reset_drops_what_is_owed_to_the_old_episode() -> None:
@@ -599,6 +641,19 @@ def test_rank_0_hears_at_the_end_what_was_not_due_yet() -> None:
         wait_until(lambda: server.sessions.reports[-1].fault == "stop: operator")
 
 
+def test_no_chunk_is_missed_while_the_run_is_not_ready() -> None:
+    with serving(answers=True) as server, make_client(server.sessions.endpoint) as client:
+        client.connect()
+        assert client.wait_ready(10)
+        client.push("joints", now_ns(), [1, 2, 3])
+        wait_until(lambda: client.timeline.statistics().received)
+        server.order(lambda: server.sessions.set_phase("bring-up"))
+        wait_until(lambda: client.phase == "bring-up")
+        client.timeline.held(now_ns(), "stop: operator")
+        wait_until(lambda: server.sessions.reports[-1].fault == "stop: operator")
+        assert server.sessions.reports[-1].chunk_gap_ns == 0
+
+
 def test_a_client_may_be_closed_from_its_own_callback() -> None:
     with serving() as server, make_client(server.sessions.endpoint) as client:
         closed = threading.Event()
@@ -622,6 +677,61 @@ def test_an_instruction_that_was_sent_keeps_the_session() -> None:
         session = client.statistics().session
         assert client.instruct("go on") == 1
         assert client.statistics().session == session != 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "say"),
+    [(Instruct, lambda client: client.instruct("go on")), (ResetRequest, RobotClient.reset)],
+)
+def test_what_rank_0_cannot_hear_of_an_episode_or_a_text_ends_the_session(
+    monkeypatch: pytest.MonkeyPatch, kind: type, say: Callable[[RobotClient], object]
+) -> None:
+    """Else the two would speak of different episodes, or follow different texts, for ever."""
+    send = RobotLink.send
+
+    def refuse(link: RobotLink, message: FromRobot) -> bool:
+        return not isinstance(message, kind) and send(link, message)
+
+    with serving(answers=True) as server, make_client(server.sessions.endpoint) as client:
+        client.connect()
+        assert client.wait_ready(10)
+        monkeypatch.setattr(RobotLink, "send", refuse)
+        say(client)
+        monkeypatch.undo()
+        wait_until(lambda: client.statistics().sessions_opened == 2, seconds=20)
+        assert client.push("joints", now_ns(), [1, 2, 3])
+        wait_until(lambda: client.timeline.statistics().received)
+
+
+def test_the_answer_to_a_newer_instruction_is_one_to_those_before_it() -> None:
+    with serving() as server, make_client(server.sessions.endpoint) as client:
+        client.connect()
+        assert client.wait_ready(10)
+        assert client.wait_conditioned(client.instruct("pick"), 20)
+        assert client.wait_conditioned(client.instruct("place"), 20)
+        answer = client.wait_conditioned(1, 0)
+        assert answer is not None
+        assert answer.conditioning_epoch == 2
+        assert client.wait_conditioned(3, 0) is None
+
+
+def test_whoever_waits_for_an_answer_to_a_text_learns_that_the_receiving_thread_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    waits = threading.Event()
+
+    def fail(chunk: ActionChunk) -> None:
+        assert waits.wait(60)
+        raise KeyError("user code")
+
+    with serving(answers=True) as server:
+        client = make_client(server.sessions.endpoint, on_chunk=fail)
+        client.connect()
+        client.push("joints", now_ns(), [1, 2, 3])
+        monkeypatch.setattr(RobotClient, "conditioned", property(lambda _: waits.set()))
+        with pytest.raises(ReceiverEndedError, match="user code"):
+            client.wait_conditioned(1, 60)
+        client.close()
 
 
 def test_a_fault_does_not_wait_for_the_next_turn_of_the_thread_that_tells_it(
@@ -788,6 +898,20 @@ def test_several_threads_may_ask_and_each_gets_its_own() -> None:
             thread.join(20)
     assert len(ends) == 60
     assert all(end >= stamp for stamp, end in ends)
+
+
+def test_of_several_chunks_of_such_windows_the_first_is_the_answer() -> None:
+    with serving(answers=True) as server, make_client(server.sessions.endpoint) as client:
+        client.connect()
+        assert client.wait_ready(10)
+        asking = client.begin_asking({"joints": [1, 2, 3]}, now_ns())
+        assert asking is not None
+        assert asking.send()
+        wait_until(asking.is_answered)
+        assert client.push("joints", now_ns(), [1, 2, 3])
+        wait_until(lambda: client.timeline.statistics().received == 2)
+        client.end_asking(asking)
+        assert asking.result(0, is_sent=True).chunk.window_end_ns == asking.stamp_ns
 
 
 def test_a_chunk_that_came_too_late_is_an_answer_that_says_so() -> None:
@@ -1113,6 +1237,13 @@ def test_whoever_waits_for_a_client_learns_that_another_thread_closed_it(tmp_pat
         with pytest.raises(PpstreamError, match="was closed"):
             client.wait_ready()
         assert client.wait_conditioned(1, 60) is None
+
+
+def test_a_client_that_was_closed_before_it_ever_connected_stays_closed(tmp_path: Path) -> None:
+    client = make_client(f"unix://{tmp_path}/nobody")
+    client.close()
+    with client, pytest.raises(PpstreamError, match="this client was closed; make another"):
+        client.connect(0)
 
 
 #: A robot whose child, forked by a library, closes what it has inherited.
