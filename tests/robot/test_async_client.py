@@ -11,8 +11,10 @@ from robot_rig import make_client, make_config, serving, wait_until
 
 from ppstream.config.schema import PipelineConfig
 from ppstream.core.clock import NS_PER_S, now_ns
-from ppstream.core.errors import PeerLostError, PpstreamError, ReceiverEndedError
+from ppstream.core.errors import PeerLostError, PpstreamError, ReceiverEndedError, SpecError
 from ppstream.robot.async_client import AsyncRobotClient
+from ppstream.robot.client import RobotClient
+from ppstream.robot.feedback import Feedback
 
 pytestmark = pytest.mark.usefixtures("either_socket")
 GIVEN = {"joints": [0, 0, 0]}
@@ -243,6 +245,63 @@ def test_an_ask_ends_when_its_client_is_closed_or_a_callback_raises() -> None:
     with serving() as server:
         asyncio.run(asyncio.wait_for(close(server.sessions.endpoint), 60))
     with serving(patient(), answers=True) as server:
+        asyncio.run(asyncio.wait_for(fall(server.sessions.endpoint), 60))
+
+
+def test_behind_an_observation_that_was_never_sent_the_client_goes_on(tmp_path: Path) -> None:
+    endpoint = f"unix://{tmp_path}/robots"
+
+    async def live(client: RobotClient) -> None:
+        robot = AsyncRobotClient(client)
+        with pytest.raises(PeerLostError):
+            await robot.connect(0)
+        with pytest.raises(PeerLostError, match="rank 0 cannot receive samples now"):
+            await robot.ask(GIVEN, 20.0)
+        with serving(patient(endpoint), answers=True):
+            await robot.connect(20.0)
+            await robot.wait_ready()
+            with pytest.raises(SpecError, match="joints"):
+                await robot.ask({"joints": [0]}, 20.0)
+            assert (await robot.ask(GIVEN, 20.0)).refusal is None
+
+    with make_client(endpoint) as client:
+        asyncio.run(asyncio.wait_for(live(client), 60))
+
+
+def test_a_callback_may_close_the_client_that_reads_on_the_event_loop(tmp_path: Path) -> None:
+    async def live(endpoint: str) -> None:
+        client = make_client(endpoint, on_chunk=lambda _: client.close())
+        async with AsyncRobotClient(client) as robot:
+            await robot.wait_ready()
+            assert (await robot.ask(GIVEN, 20.0)).refusal is None
+
+    with serving(patient(f"unix://{tmp_path}/robots"), answers=True) as server:
+        asyncio.run(asyncio.wait_for(live(server.sessions.endpoint), 60))
+
+
+def test_an_ask_ends_when_what_is_due_meanwhile_raises(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    collect, here = Feedback.collect, threading.get_ident()
+
+    def fail(feedback: Feedback) -> None:
+        if threading.get_ident() == here:
+            raise KeyError("user code")
+        collect(feedback)
+
+    async def fall(endpoint: str) -> None:
+        client = make_client(endpoint)
+        robot = AsyncRobotClient(client)
+        await robot.connect()
+        await robot.wait_ready()
+        monkeypatch.setattr(Feedback, "collect", fail)
+        with pytest.raises(ReceiverEndedError, match="user code"):
+            await robot.ask(GIVEN, 20.0)
+        assert client.failure is not None
+        monkeypatch.undo()
+        await robot.close()
+
+    with serving(make_config(f"unix://{tmp_path}/robots")) as server:
         asyncio.run(asyncio.wait_for(fall(server.sessions.endpoint), 60))
 
 

@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -22,6 +23,7 @@ from ppstream.robot import connection
 from ppstream.robot.async_client import ask_on_loop
 from ppstream.robot.client import RobotClient
 from ppstream.robot.fleet_directory import FleetDirectory, FleetPlace
+from ppstream.wire.keys import allow, make_pair
 from ppstream.wire.robot_messages import ActionChunk
 
 pytestmark = pytest.mark.usefixtures("either_socket")
@@ -44,11 +46,21 @@ class Pipelines:
         stack.callback(self.close)
 
     def tell(
-        self, name: str, phase: str = "ready", robots: int = 0, endpoint: str | None = None
+        self,
+        name: str,
+        phase: str = "ready",
+        robots: int = 0,
+        endpoint: str | None = None,
+        server_key: str | None = None,
     ) -> None:
         endpoint = endpoint or self.servers[name].sessions.endpoint
         report = PipelineReport(
-            pipeline=name, phase=phase, endpoint=endpoint, rows=1, robots=robots
+            pipeline=name,
+            phase=phase,
+            endpoint=endpoint,
+            rows=1,
+            robots=robots,
+            server_key=server_key,
         )
         with self.face.lock:
             self.directory.report(report, now_ns() + FAR_NS)
@@ -123,6 +135,63 @@ def test_a_draining_pipeline_is_left_at_once(pipelines: Pipelines) -> None:
         server.order(lambda: server.sessions.set_phase("draining"))
         wait_until(lambda: pipelines.servers["b"].sessions.statistics().open == 1)
         wait_until(lambda: client.connected and client.phase == "ready")
+
+
+def is_lost(pipelines: Pipelines) -> None:
+    pipelines.stop("a")
+
+
+def drains(pipelines: Pipelines) -> None:
+    server = pipelines.servers["a"]
+    server.order(lambda: server.sessions.set_phase("draining"))
+
+
+@pytest.mark.parametrize(("happens", "failed"), [(is_lost, False), (drains, True)])
+def test_only_a_pipeline_that_ends_is_given_up_before_it_was_asked_again(
+    pipelines: Pipelines, happens: Callable[[Pipelines], None], *, failed: bool
+) -> None:
+    """A session may be lost where the pipeline is not; one that drains takes nobody."""
+    asked: list[bool] = []
+
+    class Noting(FleetDirectory):
+        def find(self, *, failed: bool = False) -> FleetPlace:
+            asked.append(failed)
+            return super().find(failed=failed)
+
+    asks = Noting(pipelines.face.url, "arm")
+    with RobotClient.from_fleet(asks, find_s=30, streams=STREAMS, actions=ACTIONS) as client:
+        client.connect()
+        push_until(client, lambda: client.timeline.statistics().received)
+        asked.clear()
+        happens(pipelines)
+        wait_until(lambda: pipelines.servers["b"].sessions.statistics().open == 1)
+    assert asked[0] == failed
+
+
+def test_a_robot_of_a_fleet_shows_its_key_to_the_pipeline_that_is_named(
+    pipelines: Pipelines, tmp_path: Path
+) -> None:
+    server_key = make_pair("server", tmp_path)
+    allow(tmp_path / "allowed", "arm", make_pair("arm", tmp_path))
+    config = make_config("tcp://127.0.0.1:0")
+    files = {
+        "secret_key": str(tmp_path / "server.secret"),
+        "allowed_keys": str(tmp_path / "allowed"),
+    }
+    service = msgspec.structs.replace(config.service, **files)
+    asks = FleetDirectory(
+        pipelines.face.url,
+        "arm",
+        secret_file=tmp_path / "arm.secret",
+        server_files=[tmp_path / "server.public"],
+    )
+    pipelines.stop("a")
+    pipelines.start("a", msgspec.structs.replace(config, service=service))
+    pipelines.tell("a", server_key=server_key.decode())
+    pipelines.tell("b", "ended")
+    with RobotClient.from_fleet(asks, find_s=30) as client:
+        client.connect()
+        assert pipelines.servers["a"].sessions.statistics().open == 1
 
 
 def test_a_full_pipeline_sends_it_on(pipelines: Pipelines) -> None:
