@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, suppress
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
@@ -136,6 +137,46 @@ def test_only_a_server_key_that_the_robot_has_itself_is_trusted(
         asks.find()
 
 
+@pytest.mark.parametrize("endpoint", ["unix:///run/a", "tcp://127.0.0.1:5870"])
+def test_a_directory_of_another_host_names_no_address_of_this_one(
+    directory: Directory, server: DirectoryServer, endpoint: str
+) -> None:
+    serve(directory, endpoint)
+    assert FleetDirectory(server.url, "arm").find().endpoint == endpoint
+    elsewhere = server.url.replace("127.0.0.1", "0.0.0.0")  # reaches this host, and is no loopback
+    with pytest.raises(PeerLostError, match="address of this host, the directory is on another"):
+        FleetDirectory(elsewhere, "arm").find()
+
+
+def test_an_address_may_end_in_a_slash(directory: Directory, server: DirectoryServer) -> None:
+    serve(directory)
+    assert FleetDirectory(f"{server.url}/", "arm").find().pipeline == "a"
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (b"HTTP/1.0 200 OK\r\n\r\n<html>", "no directory answers"),
+        (b"HTTP/1.0 200 OK\r\n\r\n{}", "no directory answers"),
+        (b"HTTP/1.0 503 Busy\r\n\r\n<html>", "HTTP 503 Busy"),
+        (b"SSH-2.0-server\r\n", "no directory answers"),
+    ],
+)
+def test_a_server_that_is_no_directory_is_said_as_such(answer: bytes, said: str) -> None:
+    def reply() -> None:
+        connection, _ = listener.accept()
+        with connection:
+            connection.recv(4096)
+            connection.sendall(answer)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=reply)
+        thread.start()
+        with pytest.raises(PeerLostError, match=said):
+            FleetDirectory(f"http://127.0.0.1:{listener.getsockname()[1]}", "arm").find()
+        thread.join()
+
+
 def test_a_token_is_asked_of_everybody(directory: Directory, tmp_path: Path) -> None:
     serve(directory)
     (tmp_path / "right").write_text("secret\n")
@@ -213,10 +254,17 @@ def test_a_name_of_a_robot_that_cannot_be_sent_is_refused() -> None:
         FleetDirectory("http://127.0.0.1:1", "arm\ud800")
 
 
-def test_keys_and_a_token_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("content", [b"\xff\xfe", b"", b" \n", b"two\nlines", b"a\x07b"])
+def test_a_token_that_cannot_be_used_is_refused(tmp_path: Path, content: bytes) -> None:
     token = tmp_path / "token"
-    token.write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match="token: cannot be read: No such file"):
+        FleetDirectory("http://127.0.0.1:1", "arm", token_file=token)
+    token.write_bytes(content)
     with pytest.raises(ConfigError, match="want one line of printable characters"):
         FleetDirectory("http://127.0.0.1:1", "arm", token_file=token)
+
+
+@pytest.mark.parametrize("one", [{"secret_file": "arm.secret"}, {"server_files": ["a.public"]}])
+def test_a_robot_s_own_key_and_those_of_servers_come_together(one: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="want both, or neither"):
-        FleetDirectory("http://127.0.0.1:1", "arm", secret_file="arm.secret")
+        FleetDirectory("http://127.0.0.1:1", "arm", **one)
