@@ -20,6 +20,7 @@ from ppstream.observe.run_folder import ROBOT_STORY, Run
 from ppstream.pipeline import service
 from ppstream.pipeline.service import Service
 from ppstream.recording.recorder import Recorder
+from ppstream.wire.robot_messages import ChunkReport
 
 
 @contextmanager
@@ -58,6 +59,20 @@ def test_robots_are_told_that_a_sensor_degrades_the_run_until_it_drains(tmp_path
     assert phases == ["ready", "draining"]
     assert told == ["degraded", "ready"]
     assert events == [True, False, True, False]
+
+
+def test_a_service_begins_with_an_epoch_of_its_own_and_logs_what_robots_tell(
+    tmp_path: Path,
+) -> None:
+    """Results that bring-up still has under way are of the epoch before: they reach no robot."""
+    with serving(tmp_path) as (pipeline, running):
+        before = pipeline.rank0.epoch
+        assert running.sessions is not None
+        running.sessions.reports.append(ChunkReport(7, 1, 3, 5, 1))
+        running.run()
+        assert pipeline.rank0.epoch == before + 1
+        (told,) = (line for line in pipeline.lines() if line["kind"] == "robot")
+    assert (told["session"], told["epoch"], told["seq"]) == (7, 1, 3)
 
 
 def test_what_a_recording_loses_is_in_the_log_at_once_and_the_whole_of_it_at_the_end(
