@@ -915,15 +915,17 @@ def test_of_several_chunks_of_such_windows_the_first_is_the_answer() -> None:
 
 
 def test_a_chunk_that_came_too_late_is_an_answer_that_says_so() -> None:
+    handed: list[ActionChunk] = []  # to who plays chunks himself
     with (
         serving(make_config(), answers=True) as server,
-        make_client(server.sessions.endpoint) as client,
+        make_client(server.sessions.endpoint, on_chunk=handed.append) as client,
     ):
         client.connect()
         assert client.wait_ready(10)
         stamp_ns = now_ns() - 2 * LEASE_NS
         answer = client.ask({"joints": [1, 2, 3]}, 5.0, stamp_ns)
         assert (answer.chunk.window_end_ns, answer.refusal) == (stamp_ns, "expired")
+        assert handed == []
 
 
 def test_an_observation_that_nobody_answers_ends_in_time_and_the_client_goes_on() -> None:
@@ -1077,6 +1079,30 @@ def test_a_clock_that_raises_once_ends_one_ask_alone() -> None:
                 client.ask(BOTH, 5.0)
             is_broken = False
             assert client.ask(BOTH, 5.0).chunk
+
+
+def test_the_stamp_of_an_observation_may_be_the_first_of_a_clock() -> None:
+    with serving() as server, make_client(server.sessions.endpoint) as client:
+        client.connect()
+        asking = client.begin_asking({"joints": [1, 2, 3]}, 0)
+        assert asking is not None
+        client.end_asking(asking)
+        assert asking.stamp_ns == 0
+
+
+@pytest.mark.parametrize(("real_time", "taken"), [(True, 1), (False, 2)])
+def test_a_robot_without_real_time_may_be_ahead_of_it(*, real_time: bool, taken: int) -> None:
+    with (
+        serving() as server,
+        make_client(server.sessions.endpoint, real_time=real_time) as client,
+    ):
+        client.connect()
+        assert client.wait_ready(10)
+        for stamp_ns in (0, 3600 * NS_PER_S):
+            assert client.push("joints", stamp_ns, [1, 2, 3])
+        ring = server.rows[0].rings["joints"]
+        wait_until(lambda: ring.ledger.received == 2)
+        assert ring.accepted == taken
 
 
 def test_an_ask_ends_in_time_while_another_waits() -> None:
