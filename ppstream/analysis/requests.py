@@ -76,6 +76,7 @@ class WindowRequests:
         for session, episode, end in rows:
             if session > 0:
                 self._wait(session, envelope)
+            if session > 0 and end:  # else its row was absent, and had no chunk
                 self._chunk(session, envelope)
             before, over_ns = self._newest.get(session, (None, 0))
             if session <= 0 or not end or before == (episode, end):  # no robot, or nothing new

@@ -40,15 +40,13 @@ def build_intake(config: PipelineConfig, blind: Mapping[str, bool] = NOTHING_REA
         config: of the run.
         blind: cameras and groups of which the policy reads samples and acts as if they were there.
             A robot has no window while a stream of these is missing at its end, or older than
-            ``max_age_ms``, or a camera has fewer than ``image.frames``; of those that are False
-            one frame is enough.
+            ``max_age_ms``, or a camera that sends by itself has fewer than ``image.frames``; of
+            those that are False one frame is enough.
 
     Raises:
-        ConfigError: these streams are optional, or come too seldom.
+        ConfigError: as ``needs_of``.
     """
-    needs = dict(_needs(config, blind))
-    if problems := [*_optional(config, needs), *_seldom(config, needs)]:
-        raise ConfigError(problems)
+    needs = needs_of(config, blind)
     banks = {
         stream.name: RingBank(stream, config.batch.rows, config.ring_samples(stream))
         for stream in config.streams
@@ -60,14 +58,25 @@ def build_intake(config: PipelineConfig, blind: Mapping[str, bool] = NOTHING_REA
     return Intake(rows, WindowCutter(config, rows, banks), banks)
 
 
-def _needs(config: PipelineConfig, blind: Mapping[str, bool]) -> Iterator[tuple[str, Need]]:
+def needs_of(config: PipelineConfig, blind: Mapping[str, bool]) -> dict[str, Need]:
+    """Finds what ``build_intake`` asks of streams, by their names.
+
+    Raises:
+        ConfigError: these streams are optional, or come too seldom.
+    """
+    needs = {}
     for name, is_whole in blind.items():
         for stream in config.streams:
             image = stream.image
-            if (stream.group if image is None else stream.name) == name:
-                frames = image.frames if image is not None and is_whole else 1
-                if frames > 1 or stream.name != config.reference.name:  # its newest ends the window
-                    yield stream.name, Need(round(stream.max_age_ms * NS_PER_MS), frames)
+            if (stream.group if image is None else stream.name) != name:
+                continue
+            is_alone = image is None or not is_whole or stream.is_on_request  # asks for the next
+            frames = 1 if image is None or is_alone else image.frames
+            if frames > 1 or stream.name != config.reference.name:  # its newest ends the window
+                needs[stream.name] = Need(round(stream.max_age_ms * NS_PER_MS), frames)
+    if problems := [*_optional(config, needs), *_seldom(config, needs)]:
+        raise ConfigError(problems)
+    return needs
 
 
 def _optional(config: PipelineConfig, needs: Mapping[str, Need]) -> Iterator[str]:
@@ -81,8 +90,9 @@ def _optional(config: PipelineConfig, needs: Mapping[str, Need]) -> Iterator[str
 
 
 def _seldom(config: PipelineConfig, needs: Mapping[str, Need]) -> Iterator[str]:
+    often_hz = config.reference.rate_hz or 0.0  # windows end so often
     for index, stream in enumerate(config.streams):
-        if stream.name in needs and stream.rate_hz is not None:
+        if stream.name in needs and stream.rate_hz is not None and stream.rate_hz < often_hz:
             period_ms = 1000 / stream.rate_hz
             if stream.max_age_ms < period_ms:
                 yield (

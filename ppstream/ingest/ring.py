@@ -264,10 +264,12 @@ class SensorRing(native.Ring):
 
         ``NEVER_NS`` where it holds fewer than ``samples``, 1 or more, of these.
         """
-        stop = self.accepted if self.newest_ns <= end_ns else self._number_after(end_ns)
-        if stop - (self.accepted - self.count) < samples:
-            return NEVER_NS
-        return self._stamp_of(stop - 1)
+        held, stop = self.count, self.accepted
+        if self.newest_ns > end_ns:
+            stop -= 1  # mostly: one that came behind the window's end
+            if held > 1 and self._stamp_of(stop - 1) > end_ns:
+                stop = self._number_after(end_ns)
+        return self._stamp_of(stop - 1) if stop - self.accepted + held >= samples else NEVER_NS
 
     def clear(self, reason: str) -> None:
         """Empty the ring; what no window has used yet is dropped for ``reason``."""

@@ -9,6 +9,7 @@ sample yet, or that awaits its text is all zeros and marked by ``present``. When
 from __future__ import annotations
 
 from functools import partial
+from itertools import compress
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
@@ -114,6 +115,7 @@ class WindowCutter:
         self.inputs = input_specs(config)
         self._rows = rows
         self._row_numbers = range(len(rows))
+        self._is_there = [False] * len(rows)  # in the window that was written last
         self._dt_ns = dt_ns
         self._span_ns = (steps - 1) * dt_ns
         self._offsets_ns: NDArray[np.int64] = np.arange(1 - steps, 1, dtype=np.int64) * dt_ns
@@ -246,7 +248,9 @@ class WindowCutter:
     def _cut_cameras(self, views: _Views, ends: Sequence[int]) -> None:
         for (name, camera), view in zip(self._cameras.items(), views.cameras, strict=True):
             for row, served in enumerate(self._rows):
-                camera.cut(view, row, served.rings[name], ends[row] if served.present else None)
+                camera.cut(
+                    view, row, served.rings[name], ends[row] if self._is_there[row] else None
+                )
 
     def _cut_instructions(self, out: Mapping[str, Tensor]) -> None:
         ids, epochs = (out[name].numpy() for name in INSTRUCTION_INPUTS)
@@ -312,7 +316,7 @@ class WindowCutter:
         """Write whose row it is; returns its window's end, 0 when it is absent."""
         served = self._rows[row]
         reference = served.reference
-        present = views.present[row] = served.present
+        present = views.present[row] = self._is_there[row] = served.present
         end = expires = 0
         if present:
             end = reference.newest_ns if end_ns is None else end_ns
@@ -324,7 +328,7 @@ class WindowCutter:
 
     def _newest_rx_ns(self) -> int:
         return max(
-            (served.reference.newest_rx_ns for served in self._rows if served.present), default=0
+            (row.reference.newest_rx_ns for row in compress(self._rows, self._is_there)), default=0
         )
 
     def _account(self, ends: Sequence[int]) -> Ages:
@@ -337,10 +341,9 @@ class WindowCutter:
         }
 
     def _account_ring(self, row: int, stream: str, end_ns: int) -> int | None:
-        served = self._rows[row]
-        if not served.present:
+        if not self._is_there[row]:
             return None
-        newest_ns = served.rings[stream].settle(end_ns - self._span_ns, end_ns)
+        newest_ns = self._rows[row].rings[stream].settle(end_ns - self._span_ns, end_ns)
         return None if newest_ns is None else end_ns - newest_ns
 
 

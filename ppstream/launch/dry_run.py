@@ -18,7 +18,7 @@ from ppstream.config.rules import rank_problems
 from ppstream.config.schema import ImageConfig, PipelineConfig, StreamConfig
 from ppstream.core.errors import ConfigError
 from ppstream.cuda import startup
-from ppstream.ingest.intake import build_intake
+from ppstream.ingest.intake import build_intake, needs_of
 from ppstream.launch.auto_cut import AUTO
 from ppstream.launch.placement import Placement, RankPlan, place
 from ppstream.links.device_link import AHEAD, slot_count
@@ -27,7 +27,7 @@ from ppstream.links.slots import LinkShape, SlotLayout
 from ppstream.observe.run_folder import check_root
 from ppstream.pipeline.stage_a import LONG_FRONT_MS
 from ppstream.policy.compatibility import build_decoder, build_parts, check_parts, places_of
-from ppstream.policy.parts import Place, name_of, specs_of
+from ppstream.policy.parts import Place, blind_reads, name_of, specs_of
 from ppstream.policy.protocol import Policy
 from ppstream.report.formatting import size_text
 from ppstream.wire.keys import server_keys
@@ -67,6 +67,7 @@ def describe(config: PipelineConfig, world_size: int, local_world_size: int | No
             check_parts(config, specs_of(parts), inputs)
         else:
             places = places_of(config, specs_of(parts), inputs, inline=world_size == 1)
+        needs_of(config, blind_reads(specs_of(parts)))
     with _collecting(found):
         check_root(Path(config.log.root))
     with _collecting(found):

@@ -10,6 +10,7 @@ is recorded, and said with the switch that turns graphs off.
 from __future__ import annotations
 
 import warnings
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
@@ -257,6 +258,7 @@ def _leave_capture() -> None:
     Torch leaves the generator in there, and whoever next draws on the device would fail.
     """
     with (
+        suppress(RuntimeError),  # of a device that is in an error for good
         warnings.catch_warnings(action="ignore"),  # a capture of nothing is meant
         _cuda.graph(_cuda.CUDAGraph(), stream=_cuda.Stream(), capture_error_mode="thread_local"),
     ):

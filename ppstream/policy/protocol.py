@@ -37,9 +37,10 @@ class Policy(Protocol):
 
     Of a stream whose ``.valid`` and ``.age_s`` it does not name, it gets no window without newest
     samples: a robot is absent while the stream has none at the window's end, or is older than its
-    ``max_age_ms``, or a camera has fewer than F frames. Steps before an episode's first sample are
-    zeros. For one that sets ``needs_samples = True`` that holds of every stream, whatever it names,
-    but of a camera that it can see one frame is enough.
+    ``max_age_ms``, or a camera has fewer than F frames; of one on request, which sends the next
+    behind the answer, one is enough. Steps and frames before an episode's first sample are zeros.
+    For one that sets ``needs_samples = True`` that holds of every stream, whatever it names, but of
+    a camera that it can see one frame is enough.
 
     With ``actions.prefix_steps`` there are ``executed_prefix [P, action_dim]`` float32, the actions
     that the robot executes at the first P steps of the next chunk, and ``delay_steps []`` int64,

@@ -81,7 +81,7 @@ class RobotSession:
         self._lost_ns: int | None = None
         self._outages = Durations()
         self._resumes = 0
-        self._retry_ns = RETRY_NS[0]
+        self._retry_ns = self._refused_ns = RETRY_NS[0]  # behind no answer, and behind a refusal
         self._hello_ns = 0  # when the next Hello is due
         self._spoke_ns = 0  # when something was last sent in this session
         self._stuck_ns = 0  # since when nothing could be sent; 0: it could
@@ -179,6 +179,8 @@ class RobotSession:
             self.phase = answer.phase
         elif isinstance(answer, Refused):
             self.refused = answer
+            self._hello_ns = max(self._hello_ns, now_ns + self._refused_ns)
+            self._refused_ns = min(2 * self._refused_ns, RETRY_NS[1])
         elif isinstance(answer, Conditioned):
             self.conditioned = answer
         elif answer.session == self.session:
@@ -191,17 +193,16 @@ class RobotSession:
             logger.info("session %x is lost: asking for a new one", self.session)
             self._resumes, self.session = self.session, 0
             self._lost_ns = now_ns
-            self._retry_ns = RETRY_NS[0]
+            self._retry_ns = self._refused_ns = RETRY_NS[0]
             self._hello_ns = now_ns
 
     def moved(self, now_ns: int) -> None:
         """Another server is to be asked from now on, at once.
 
-        Behind a refusal the pauses go on growing: the others may be full, too.
+        Pauses behind refusals go on growing: the others may be full, too.
         """
-        if self.refused is None:
-            self._retry_ns = RETRY_NS[0]
         self.refused = None
+        self._retry_ns = RETRY_NS[0]
         self._hello_ns = now_ns
 
     def reject(self, chunk: ActionChunk) -> str | None:
@@ -227,7 +228,7 @@ class RobotSession:
         self.conditioned = None
         self.opened += 1
         logger.info("session %x is open, the run is %s", self.session, self.phase)
-        self._retry_ns = RETRY_NS[0]
+        self._retry_ns = self._refused_ns = RETRY_NS[0]
         self._ping_ns = welcome.silence_ns // PINGS_PER_SILENCE
         self._attempts = 0
         if self._lost_ns is not None:

@@ -186,10 +186,9 @@ def test_what_a_robot_tells_hides_no_gap_of_a_robot_that_tells_nothing(told: int
     golden = told_gap(44)
     golden.tell({"kind": "robot_state", "session": 8, "t": 6, "holds": 1, "chunk_gap_ns": told})
     ready = [line for line in golden.lines if line["phase"] == "ready"]
-    for number, line in enumerate(ready):  # the robot of session 8 has none of a hundred
-        rows = [7] if 100 <= number < 200 else [7, 8]
-        line |= {"session": rows, "session_epoch": [0] * len(rows)}
-        line |= {"window_end_ns": [number + 1] * len(rows)}
+    for number, line in enumerate(ready):  # the robot of session 8 is absent from a hundred
+        end = 0 if 100 <= number < 200 else number + 1
+        line |= {"session": [7, 8], "session_epoch": [0, 0], "window_end_ns": [number + 1, end]}
     figure = judged(golden).figures[2]
     assert 4000 < float(figure.value.removesuffix(" ms")) < 4100
     assert figure.note.endswith("; in 1 session above the lease of 300 ms")

@@ -200,6 +200,9 @@ def test_what_can_only_leave_robots_without_actions_is_refused_at_once():
     optional, seldom = refused.value.problems
     assert optional.startswith("gateway[0].map.wrist.optional: got true, want false: the policy")
     assert "max_age_ms: got 30 for 'wrist', want at least the 33.3333 ms" in seldom
+    for slower in ("streams.joints.rate_hz=30", "streams.joints.rate_hz=5"):
+        config = load.read("two_cameras", ["streams.wrist.max_age_ms=30", slower])
+        build_intake(config, {"wrist": False})  # a frame may come with each sample
 
 
 def map_of(config):
@@ -218,9 +221,15 @@ def test_a_camera_is_needed_like_any_other_stream_and_the_reference_never():
         assert [one.name for one in config.streams if row.lacks(one.name)] == [name]
 
 
-@pytest.mark.parametrize(("is_whole", "frames"), [(True, 2), (False, 1)])
-def test_a_camera_that_ends_windows_has_all_its_frames_first(is_whole, frames):
-    more = ["streams.joints.reference=false", "streams.top.reference=true"]
+ASKED = ["streams.top.max_request_hz=30", "streams.top.rate_hz=none"]
+
+
+@pytest.mark.parametrize(
+    ("is_whole", "rate", "frames"),
+    [(True, [], 2), (False, [], 1), (True, ASKED, 1)],  # who asks sends the next with the answer
+)
+def test_a_camera_that_ends_windows_has_all_its_frames_first(is_whole, rate, frames):
+    more = ["streams.joints.reference=false", "streams.top.reference=true", *rate]
     config = load.read("two_cameras", [*more, "streams.top.image.frames=2"])
     (row,) = build_intake(config, {"top": is_whole}).rows
     row.open(1)

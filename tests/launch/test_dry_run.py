@@ -228,6 +228,17 @@ def test_every_problem_of_user_code_is_found_at_once(
     assert decoder.startswith(said + __file__)
 
 
+def test_a_stream_that_comes_too_seldom_for_a_policy_that_cannot_see_it_is_a_problem(
+    given: ModuleType,
+) -> None:
+    joints, imu = TABLE["streams"]
+    seldom = config(streams=[joints, imu | {"max_age_ms": 4}])
+    with pytest.raises(ConfigError, match=r"streams\[1\]\.max_age_ms: got 4 for 'imu', want at"):
+        describe(seldom, 2)
+    given.inputs += (TensorSpec("state.valid", (32, 2), "bool"),)
+    describe(seldom, 2)
+
+
 def test_a_log_that_cannot_be_made_is_a_problem_and_trying_leaves_nothing(
     given: ModuleType, tmp_path: Path
 ) -> None:

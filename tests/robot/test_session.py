@@ -61,8 +61,14 @@ def test_servers_that_refuse_in_turn_are_asked_more_and_more_seldom() -> None:
     assert pauses[:3] == [50 * MS, 100 * MS, 200 * MS]
     assert pauses[-1] == RETRY_NS[1]
     robot.was_sent(now, sent=True)
-    robot.moved(now)  # from one that did not answer
+    assert robot.due_ns == now + RETRY_NS[0]  # one that does not answer is soon left
+    robot.moved(now)
     robot.was_sent(now, sent=True)
+    assert robot.due_ns == now + RETRY_NS[0]
+    robot.on_answer(welcome(), now)
+    robot.on_lost(now)
+    robot.was_sent(now, sent=True)
+    robot.on_answer(m.Refused("full", ()), now)
     assert robot.due_ns == now + RETRY_NS[0]
 
 
