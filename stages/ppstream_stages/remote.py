@@ -46,6 +46,7 @@ logger = logging.getLogger("ppstream")
 WHITE: Final = 255.0
 LOG_EVERY_NS: Final = NS_PER_S  # of rows that have no actions while others have
 PAUSE: Final = 10  # times the limit, between two tries of a row to connect that ran out of time
+ENOUGH: Final = 0.75  # of the limit: a try that had less says nothing of its row
 SCHEMES: Final = {"openpi": ("ws://", "wss://"), "groot": ("tcp://",)}
 
 
@@ -89,7 +90,8 @@ class RemotePolicy:
         self.outputs = (TensorSpec("actions", (options.horizon, options.action_dim)),)
         self._options, self._open = options, open_link
         self._links: dict[int, Link] = {}
-        self._late_ns: dict[int, int] = {}  # by row: the end of a try to connect that took too long
+        self._late_ns: dict[int, int] = {}  # by row: the end of a try to connect, out of time
+        self._paused_ns: dict[int, int] = {}  # by row: the next try, where that had enough time
         self._texts = {0: options.text}
         self._told_ns = 0
         if options.instructions:
@@ -99,6 +101,8 @@ class RemotePolicy:
         """Begin a new episode of each row at the server, within the time of one call."""
         until_ns = self._until()
         for row in rows.nonzero().flatten().tolist():
+            self._late_ns.pop(row, None)
+            self._paused_ns.pop(row, None)
             link = self._links.get(row)
             try:
                 if link is None or link.reset(until_ns):
@@ -174,26 +178,31 @@ class RemotePolicy:
                 has_asked = True
 
     def _connect(self, row: int, until_ns: int, *, may_pause: bool) -> None:
-        """Open a row's connection; one that took too long is tried seldom while others wait."""
+        """Open a row's connection; one that took too long is tried seldom while others wait.
+
+        What connects first of all, or behind its pause, shows that the server takes robots again.
+        """
         self._drop(row)
         began_ns = now_ns()
-        if row in self._late_ns and may_pause:
-            pause_ns = self._late_ns[row] + round(PAUSE * self._options.timeout_ms * NS_PER_MS)
-            if began_ns < pause_ns:
-                left_s = (pause_ns - began_ns) / NS_PER_S
-                raise ServerError(
-                    "no connection within policy.options.timeout_ms; the next try is in "
-                    f"{left_s:.1f} s"
-                )
+        if may_pause and began_ns < (next_ns := self._paused_ns.get(row, 0)):
+            left_s = (next_ns - began_ns) / NS_PER_S
+            raise ServerError(
+                f"no connection within policy.options.timeout_ms; the next try is in {left_s:.1f} s"
+            )
         if began_ns >= until_ns:
             raise TimeoutError
         try:
             self._links[row] = self._open(until_ns)
         except FAILURES:
-            if now_ns() >= until_ns:
-                self._late_ns[row] = now_ns()
+            limit_ns = self._options.timeout_ms * NS_PER_MS
+            if (ended_ns := now_ns()) >= until_ns:
+                self._late_ns[row] = ended_ns
+                if until_ns - began_ns >= ENOUGH * limit_ns:
+                    self._paused_ns[row] = ended_ns + round(PAUSE * limit_ns)
             raise
         self._late_ns.pop(row, None)
+        if row in self._paused_ns or not may_pause:
+            self._paused_ns.clear()
 
     def _drop(self, row: int) -> None:
         link = self._links.pop(row, None)

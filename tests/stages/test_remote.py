@@ -315,6 +315,45 @@ def test_rows_that_connect_together_come_behind_none_that_cannot_for_ever() -> N
         assert torch.equal(actions[1:, 0], window["state.values"][1:, -1])
 
 
+def test_a_row_that_had_only_what_others_left_of_the_limit_connects_next() -> None:
+    """Its try is no reason to pause: the server is slow to open a connection, and takes each."""
+    with policy_server(opens_in_s=0.6) as server, remote(server, timeout_ms=1000.0) as policy:
+        assert called(policy, window_of(2))[:, 0, 0].isfinite().tolist() == [True, False]
+        assert called(policy, window_of(2)).isfinite().all()
+
+
+def test_a_server_that_let_nobody_connect_for_a_while_has_every_row_again_at_once() -> None:
+    with policy_server(silent=[1, 2, 3]) as server, remote(server, timeout_ms=400.0) as policy:
+        for _ in range(3):
+            with pytest.raises(ServerError):
+                called(policy, window_of(2))
+        assert called(policy, window_of(2)).isfinite().all()
+
+
+def test_a_row_that_connects_behind_its_pause_ends_that_of_the_others() -> None:
+    with policy_server(silent=[2, 3]) as server, remote(server, timeout_ms=300.0) as policy:
+        found: list[bool] = []
+
+        def is_back() -> bool:
+            found[:] = called(policy, window_of(3))[:, 0, 0].isfinite().tolist()
+            return found[1]
+
+        assert not is_back()
+        assert not is_back()
+        assert server.connections == 3
+        wait_until(is_back)
+        assert found == [True, True, True]
+
+
+def test_the_next_robot_of_a_row_does_not_wait_for_the_one_before() -> None:
+    with policy_server(silent=[2]) as server, remote(server, timeout_ms=600.0) as policy:
+        for _ in range(2):
+            assert called(policy, window_of(2))[1].isnan().all()
+        assert server.connections == 2
+        reset(policy, False, True)
+        assert called(policy, window_of(2)).isfinite().all()
+
+
 def test_a_server_that_comes_back_is_found_again() -> None:
     with ExitStack() as stack:
         with policy_server() as server:

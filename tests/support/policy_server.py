@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -30,6 +31,7 @@ class PolicyServer:
         port: 0 for any.
         spare: requests, counted from 1, that it answers twice.
         silent: connections, counted from 1, that hear nothing.
+        opens_in_s: until it tells a connection anything.
     """
 
     def __init__(
@@ -38,8 +40,9 @@ class PolicyServer:
         port: int = 0,
         spare: Collection[int] = frozenset(),
         silent: Collection[int] = frozenset(),
+        opens_in_s: float = 0.0,
     ) -> None:
-        self._silent = silent
+        self._silent, self._opens_in_s = silent, opens_in_s
         self.answer, self._spare = answer, spare
         self.seen: list[dict[str, Any]] = []
         self.connections = 0
@@ -70,6 +73,7 @@ class PolicyServer:
             return
         assert connection.request
         self.headers.append(connection.request.headers)
+        time.sleep(self._opens_in_s)
         try:
             connection.send(encode({"reset_pose": [0.0]}))
             for frame in connection:
