@@ -8,11 +8,13 @@ part, with the line of user code; the gate is ``check_graph_breaks``.
 from __future__ import annotations
 
 import logging
+import os
 import re
 import sys
 import threading
 from contextlib import contextmanager
 from importlib import import_module
+from pathlib import Path
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -40,6 +42,7 @@ WRAPPED: Final = "Encountered graph break when"  # the reason stands in the next
 #: Of what the policy raised while the compiler ran it with shapes alone, and the lines it was at.
 GOT: Final = re.compile(r"run FX node with fake tensors: .*: got (\w+\(.*\))\s*$", re.MULTILINE)
 PLACE: Final = re.compile(r'^ *File "(.+)", line (\d+), in ', re.MULTILINE)
+INSTALLED: Final = ("site-packages", "dist-packages")  # folders of libraries, seldom the user's
 REASON_MAX: Final = 120  # characters
 NAMED_MAX: Final = 20  # breaks in one error
 
@@ -234,7 +237,7 @@ class _CompiledPolicy:
 
         Raises:
             ConfigError: the compiler failed.
-            PolicyError: the policy did, as the compiler read it.
+            PolicyError: the policy did, as the compiler read it with shapes alone.
         """
         with _LISTENER.hearing(self._part):
             try:
@@ -245,7 +248,10 @@ class _CompiledPolicy:
                 if not isinstance(error, TorchDynamoException):  # imported long ago, here
                     raise
                 if isinstance(error, TorchRuntimeError) and (own := _own_failure(str(error))):
-                    raise PolicyError(f"part {self._part.name!r} raised {own}") from error
+                    raise PolicyError(
+                        f"part {self._part.name!r} raised {own}; set policy.compile = false if it "
+                        "runs uncompiled"
+                    ) from error
                 raise ConfigError([_failure(self._part.name, error)]) from error
 
 
@@ -329,8 +335,10 @@ def _own_failure(text: str) -> str:
     found = GOT.search(text)
     if found is None:
         return ""
-    places = PLACE.findall(text)
-    where = f" at {places[-1][0]}:{places[-1][1]}" if places else ""
+    not_own = (f"{Path(torch.__file__).parent}{os.sep}", __file__)
+    places = [place for place in PLACE.findall(text) if not place[0].startswith(not_own)]
+    own = [place for place in places if not set(INSTALLED) & set(Path(place[0]).parts)] or places
+    where = f" at {own[-1][0]}:{own[-1][1]}" if own else ""
     return found[1][:REASON_MAX] + where
 
 

@@ -163,12 +163,43 @@ class Misshapen(Summing):
         window["state.values"].reshape(7, 9)  # MISSHAPEN
 
 
-def test_a_fault_of_the_policy_itself_is_told_as_such_with_its_line() -> None:
+class Narrow(Summing):
+    """A policy whose fault shows in a line of torch."""
+
+    def __init__(self, options: Any) -> None:
+        super().__init__(options)
+        self.layer = torch.nn.Linear(3, 2)
+
+    def __call__(self, window: Any, out: Any) -> None:
+        self.layer(window["state.values"])  # NARROW
+
+
+@torch.library.custom_op("ppstream_tests::doubled", mutates_args=())
+def doubled(values: torch.Tensor) -> torch.Tensor:
+    return torch.from_numpy(values.numpy() * 2)
+
+
+class Opaque(Summing):
+    """A policy that the compiler cannot read, and that runs without it."""
+
+    def __call__(self, window: Any, out: Any) -> None:
+        out["actions"].copy_(doubled(window["state.values"])[:, :4, :2])  # OPAQUE
+
+
+@pytest.mark.parametrize(
+    ("policy", "mark", "said"),
+    [
+        (Misshapen, "MISSHAPEN", "RuntimeError(\"shape '[7, 9]' is invalid for input"),
+        (Narrow, "NARROW", "RuntimeError('a and b must have same reduction dim"),
+        (Opaque, "OPAQUE", "RuntimeError("),
+    ],
+)
+def test_what_the_policy_raises_as_it_is_compiled_is_told_with_its_own_line(
+    policy: type[Summing], mark: str, said: str
+) -> None:
     with pytest.raises(PolicyError) as caught:
-        called(compiled(Misshapen(OPTIONS), "eager"))
-    text = str(caught.value)
-    assert text.startswith(
-        "part 'summing' raised RuntimeError(\"shape '[7, 9]' is invalid for input"
-    )
-    assert text.endswith(line_of("MISSHAPEN", __file__))
-    assert "policy.compile" not in text
+        called(compiled(policy(OPTIONS), "eager"))
+    text, remedy = str(caught.value).split("; set ")
+    assert text.startswith(f"part 'summing' raised {said}")
+    assert text.endswith(line_of(mark, __file__))
+    assert remedy == "policy.compile = false if it runs uncompiled"
