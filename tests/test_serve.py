@@ -84,9 +84,12 @@ def test_a_demo_robot_that_is_no_module_is_refused_and_one_of_this_folder_taken(
     def missing(robot):
         return requirements.missing_packages(load.read("demo", (f"demo.robot={robot}",)))
 
-    for robot in ("nobody_here.robot", "ppstream_stages.none", "arms.right", "arms.left.none"):
+    robots = "nobody_here.robot", "ppstream_stages.none", "arms.right", "arms.left.none", "__main__"
+    for robot in robots:
         text = f"demo.robot: got {robot!r}, which is no module here; install it"
         assert missing(robot) == [text]
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)  # as of a script
+    assert missing("__main__") == [text]
     assert missing("arms.left") == missing("ppstream_stages.cartpole.robot") == []
 
 

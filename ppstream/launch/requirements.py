@@ -69,8 +69,11 @@ def missing_packages(config: PipelineConfig) -> list[str]:
 def _is_there(module: str) -> bool:
     """Looks where a process of this folder would find ``module``; imports nothing."""
     top, *parts = module.split(".")
-    spec = find_spec(top) or PathFinder.find_spec(top, [""])
+    try:
+        spec = find_spec(top) or PathFinder.find_spec(top, [""])
+    except ValueError:  # no import has made it, as __main__
+        return False
     for part in parts:
         where = spec and spec.submodule_search_locations
         spec = PathFinder.find_spec(f"{spec.name}.{part}", where) if spec and where else None
-    return spec is not None
+    return spec is not None and spec.name == module  # that of __main__ may be another module's
