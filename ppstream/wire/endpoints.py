@@ -36,7 +36,7 @@ def endpoint_problem(endpoint: str) -> str | None:
 
 def bracketed(host: str) -> str:
     """Returns ``host`` as it stands in front of ``:PORT``: an IPv6 address in brackets."""
-    return f"[{host}]" if ":" in host else host
+    return f"[{host}]" if ":" in host and not host.startswith("[") else host
 
 
 def unix_path(endpoint: str) -> str | None:

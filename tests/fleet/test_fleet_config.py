@@ -110,7 +110,8 @@ def test_no_file_is_said(tmp_path: Path) -> None:
 def test_each_pipeline_has_an_address_of_its_own() -> None:
     assert endpoint_of("tcp://{node}:{port}", "a", "10.0.0.7", 99) == "tcp://10.0.0.7:99"
     for template in ("tcp://{node}:{port}", "tcp://[{node}]:{port}"):
-        assert endpoint_of(template, "a", "fd00::2", 99) == "tcp://[fd00::2]:99"
+        for node in ("fd00::2", "[fd00::2]"):
+            assert endpoint_of(template, "a", node, 99) == "tcp://[fd00::2]:99"
     assert endpoint_of("unix:///r/{uid}/{pipeline}", "a", "", 0) == "unix:///r/{uid}/a"
 
 
