@@ -222,6 +222,9 @@ def _builds(args: argparse.Namespace) -> Iterator[tuple[ServiceTimes, Shape, int
             d_in = args.d_in or (max(times.d_in, replicas + 1) if replicas > 1 else times.d_in)
             if replicas > REPLICAS_MAX:
                 raise ConfigError([f"--replicas: got {replicas}, want {REPLICAS_MAX} at most"])
+            if d_in > D_IN_MAX and not args.d_in:
+                text = f"got {len(places)} places, which want --d-in {d_in}, {D_IN_MAX} at most"
+                raise ConfigError([f"--b-ms: {text}: give --d-in, or fewer places"])
             if d_in > D_IN_MAX:
                 raise ConfigError([f"--d-in: got {d_in}, want {D_IN_MAX} at most"])
             shape = Shape(args.pacing, args.threads, replicas, args.gather_ms)

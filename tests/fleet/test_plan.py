@@ -132,6 +132,7 @@ def test_every_gpu_of_a_mesh_is_counted(replicas: int, tmp_path: Path, capsys) -
         (("--b-ms", "8=10", "8=20"), "--b-ms: got '8=20' beside another time of its rows"),
         (("--b-ms", "1025=20"), "rows of a pipeline: got 1025, want 1024 at most"),
         (("--b-ms", "8=20", "--d-in", "65"), "--d-in: got 65, want 64 at most"),
+        (("--b-ms", "8=1" + ",1" * 63), "--b-ms: got 64 places, which want --d-in 65, 64 at most:"),
         (("--b-ms", "20", "--hz", "0.03"), "got 4 with --hz 0.03, want 67 or more"),
         (("--report", "."), "run.json: cannot be read"),
     ],
