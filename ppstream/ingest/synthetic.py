@@ -144,7 +144,8 @@ class _Signal:
         numbers = np.array([int((now_ns - self._start_ns) / self._period_ns)])
         offsets_ns = numbers * self._period_ns
         self.is_due = False
-        self.next_due_ns = self._start_ns + math.ceil(offsets_ns.item() + self._period_ns)
+        next_ns = self._start_ns + math.ceil(offsets_ns.item() + self._period_ns)
+        self.next_due_ns = max(next_ns, now_ns + 1)  # the division may round below a whole number
         stamps_ns = offsets_ns.astype(np.int64) + (self._start_ns + CLOCK_OFFSET_NS)
         return stamps_ns, self._values_of(numbers, offsets_ns)
 

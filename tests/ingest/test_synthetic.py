@@ -63,6 +63,15 @@ def test_of_a_stream_on_request_there_is_one_sample_a_look_and_it_wakes_nobody()
     case.check()
 
 
+def test_a_look_at_the_moment_of_a_sample_ends_where_its_number_is_rounded_down() -> None:
+    case = Input(config(stream("q", reference=True, rate_hz=None, max_request_hz=26.0)))
+    source = SyntheticSource(case.config, case.rows[0], 0, HOST)
+    source.drain(HOST)
+    assert source.drain(HOST + 9500 * MS) == 1  # 247 periods
+    assert source.drain(HOST + 9500 * MS + 1) <= 1
+    case.check()
+
+
 def test_jitter_is_as_declared_and_never_breaks_the_order() -> None:
     source, case = open_case()
     source.drain(HOST + 2 * S)
