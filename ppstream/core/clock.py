@@ -27,12 +27,14 @@ thread_cpu_ns = time.thread_time_ns
 def limit_ns(timeout_s: float) -> int:
     """Returns the nanoseconds of a time-out; ``ENDLESS_NS`` for ``math.inf`` and what is longer.
 
+    Those of ``-math.inf`` are as many, and negative.
+
     Raises:
         SpecError: it is NaN.
     """
     if math.isnan(timeout_s):
         raise SpecError(f"timeout_s: got {timeout_s}, want seconds, or math.inf to wait endlessly")
-    return round(min(timeout_s * NS_PER_S, ENDLESS_NS))
+    return round(max(-ENDLESS_NS, min(timeout_s * NS_PER_S, ENDLESS_NS)))
 
 
 class Clock(Protocol):

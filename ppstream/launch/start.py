@@ -27,7 +27,7 @@ from ppstream.config import load
 from ppstream.config.schema import PipelineConfig
 from ppstream.config.to_toml import as_toml, toml_value
 from ppstream.control.peer_process import bound_command, environment_to_import
-from ppstream.core.clock import limit_ns, now_ns
+from ppstream.core.clock import NS_PER_S, limit_ns, now_ns
 from ppstream.core.errors import ExitCode, PpstreamError
 from ppstream.launch.in_thread import ThreadRank
 from ppstream.observe.run_folder import EventLog, Run
@@ -177,13 +177,15 @@ class StartedRun:
         """Drain the run, and return its exit code; again: the same code.
 
         Raises:
+            SpecError: the limit is NaN.
             TimeoutError: it does not end. Its processes were killed; its thread goes on.
         """
+        limit_s = limit_ns(timeout_s) / NS_PER_S  # math.inf is no limit
         self._read_events()
         if self._ranks.poll() is None:
             self._ranks.ask_to_stop()
         try:
-            return self._ranks.wait(timeout_s)
+            return self._ranks.wait(limit_s)
         finally:
             shutil.rmtree(self._folder, ignore_errors=True)
 

@@ -1,6 +1,18 @@
+import math
+
 import pytest
 
-from ppstream.core.clock import ManualClock, Ticker
+from ppstream.core.clock import ENDLESS_NS, ManualClock, Ticker, limit_ns
+from ppstream.core.errors import SpecError
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_time_out_is_a_whole_number_however_long_it_is(sign):
+    assert limit_ns(sign * 1.5) == sign * 1_500_000_000
+    for longest in (math.inf, 1e300, 1e10):
+        assert limit_ns(sign * longest) == sign * ENDLESS_NS
+    with pytest.raises(SpecError, match="timeout_s: got nan, want seconds, or"):
+        limit_ns(math.nan)
 
 
 def test_late_tick_does_not_shift_the_ones_behind_it():

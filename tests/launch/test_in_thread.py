@@ -6,6 +6,7 @@ import functools
 import gc
 import hashlib
 import json
+import math
 import os
 import re
 import signal
@@ -27,6 +28,7 @@ import ppstream
 from ppstream import ConfigError, PpstreamError, RobotClient, TensorSpec
 from ppstream.config import load
 from ppstream.config.schema import LogConfig
+from ppstream.core.errors import SpecError
 
 SMALL = Path(__file__).parents[1] / "support" / "small.toml"
 OBSERVATION = {"imu": [1.0, 2.0], "joints": [0.25, 0.5, 4.0]}
@@ -113,6 +115,16 @@ def test_a_closure_runs_in_a_thread_and_says_so_once(
     said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     (line,) = (text for text in said if "known to this process alone" in text)
     assert line.startswith("test_in_thread:build is known to this process alone: one rank runs")
+
+
+def test_a_stop_without_a_limit_waits_for_the_end_and_one_of_nan_asks_nothing(
+    settings: list[str],
+) -> None:
+    with ppstream.start(SMALL, policy=only_here(), settings=settings) as run:
+        with pytest.raises(SpecError, match="timeout_s: got nan"):
+            run.stop(math.nan)
+        assert run.phase == "ready"
+        assert run.stop(math.inf) == 0
 
 
 def test_a_configuration_in_memory_logs_where_the_program_runs(
