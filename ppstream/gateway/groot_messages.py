@@ -23,6 +23,9 @@ NEWER: Final = "observation"  # the key below which N1.6 puts it
 MODALITIES: Final = {"video": 3, "state": 1}  # dimensions of one step, before [B, T]
 LANGUAGE: Final = "language"
 ACTION: Final = "action."
+IPV4_ALONE: Final = (
+    "# this client cannot reach an IPv6 address: listen on an IPv4 one for it"  # no zmq.IPV6
+)
 
 
 class ModalityRequest(NamedTuple):
@@ -141,6 +144,7 @@ def describe(config: PipelineConfig, gateway: GatewayConfig) -> str:
         "import numpy as np",
         "from gr00t.policy.server_client import PolicyClient",
         "",
+        *([IPV4_ALONE] if ":" in host else []),
         f'client = PolicyClient("{bracketed(host)}", {port})',
         "observation = " + source_of(_example(config, gateway)),
         "actions, info = client.get_action(observation)",

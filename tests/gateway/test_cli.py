@@ -75,14 +75,18 @@ def test_describe_prints_a_client_of_lerobot(capsys: pytest.CaptureFixture[str])
 
 
 @pytest.mark.parametrize(
-    ("settings", "client"), [((), "WebsocketClientPolicy"), (GROOT, "PolicyClient")]
+    ("settings", "client", "is_reached"),
+    [((), "WebsocketClientPolicy", True), (GROOT, "PolicyClient", False)],
 )
 def test_describe_names_a_host_as_its_client_puts_it_into_an_address(
-    settings: tuple[str, ...], client: str, capsys: pytest.CaptureFixture[str]
+    settings: tuple[str, ...], client: str, is_reached: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    note = "# this client cannot reach an IPv6 address: listen on an IPv4 one for it\n"
     words = [word for one in (*settings, "gateway.0.listen=[::1]:8000") for word in ("--set", one)]
     assert main(["--config", DROID, "--describe", *words]) == 0
-    assert f'client = {client}("[::1]", 8000)' in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert f'{"" if is_reached else note}client = {client}("[::1]", 8000)' in said
+    assert (note in said) is not is_reached
 
 
 def test_a_run_without_a_gateway_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
