@@ -229,16 +229,19 @@ class TimestampLog:
             try:
                 data = self._encoder.encode_lines(batch)
             except Exception:  # noqa: BLE001 - the log goes on, whatever it is given
-                lines, records = ([*filter(self._is_sound, part)] for part in (lines, records))
-                data = self._encoder.encode_lines([*lines, *records])
+                found: list[bytes] = []
+                lines, records = (
+                    [one for one in part if self._add(one, found)] for part in (lines, records)
+                )
+                data = b"".join(found)
             self._write(data)
         for watcher in tuple(self.watchers):
             self._show(watcher, lines, records)
 
-    def _is_sound(self, line: Any) -> bool:
-        """False of one that is no JSON, as of a lone surrogate: it is lost alone."""
+    def _add(self, line: Any, encoded: list[bytes]) -> bool:
+        """Encodes a line once; False of one that is no JSON, as of a lone surrogate: lost alone."""
         try:
-            self._encoder.encode(line)
+            encoded.append(self._encoder.encode(line) + b"\n")
         except Exception as error:  # noqa: BLE001 - as above
             self._lost += 1
             logger.error("a line of the log is lost: %s", error)

@@ -1,3 +1,4 @@
+import datetime
 import json
 import os
 import resource
@@ -113,6 +114,27 @@ def test_a_line_that_is_no_json_is_lost_alone_and_no_watcher_gets_it(log):
         0,
         "behind",
     ]
+
+
+class Changing(datetime.tzinfo):
+    """Another thread changes what is written: each second look at it fails."""
+
+    looks = 0
+
+    def utcoffset(self, _: object) -> datetime.timedelta:
+        self.looks += 1
+        if self.looks % 2:
+            raise RuntimeError("dictionary changed size during iteration")
+        return datetime.timedelta(0)
+
+
+def test_a_line_that_changes_while_it_is_written_does_not_end_the_log(log):
+    log.event("fault", at=datetime.datetime(2026, 1, 1, tzinfo=Changing()))
+    assert log.flush()
+    log.event("behind")
+    assert log.flush()
+    assert [line["name"] for line in lines(log)] == ["fault", "behind"]
+    assert (log.statistics().written, log.statistics().lost) == (2, 0)
 
 
 def test_log_on_a_full_disk_counts_the_loss_and_the_run_goes_on(tmp_path):
