@@ -306,6 +306,21 @@ def test_a_row_that_cannot_connect_again_takes_nothing_from_those_that_are_conne
         assert server.connections == 3 + 1
 
 
+def test_a_row_that_connects_in_each_envelope_ends_no_pause_of_one_that_cannot() -> None:
+    def pick(seen: dict[str, Any]) -> Any:
+        return "unknown task" if seen["gripper"][0] < 2 else echo(seen)
+
+    with (
+        policy_server(pick, silent=[4]) as server,
+        remote(server, timeout_ms=600.0) as policy,
+    ):
+        window = window_of(3)
+        for _ in range(5):  # row 2 stays, row 1 is refused, and row 0 takes the limit once
+            window["state.values"] += 1 / 16
+            assert torch.equal(called(policy, window)[2, 0], window["state.values"][2, -1])
+        assert server.connections == 3 + 1 + 3
+
+
 def test_rows_that_connect_together_come_behind_none_that_cannot_for_ever() -> None:
     with policy_server(silent=[1, 4]) as server, remote(server, timeout_ms=600.0) as policy:
         with pytest.raises(ServerError):
