@@ -193,7 +193,8 @@ def _oldest(run: RunLog) -> OldestAction | None:
 def _chunks(run: RunLog) -> RobotChunks | None:
     if not run.ages_ns and not run.unexecuted_ages_ns:
         return None
-    limit_ns = _age_limit_ns(run)
+    limits_ns = [ns for ns in (_age_limit_ns(run), _last_step_ns(run)) if ns is not None]
+    limit_ns = min(limits_ns, default=None)
     late_ns = [ns for ns in run.unexecuted_ages_ns if limit_ns is not None and ns > limit_ns]
     counts = len(run.ages_ns), len(run.unexecuted_ages_ns)
     return RobotChunks(*counts, quantiles(late_ns), limit_ns)
@@ -202,6 +203,18 @@ def _chunks(run: RunLog) -> RobotChunks | None:
 def _age_limit_ns(run: RunLog) -> int | None:
     """No robot executes an older action; None: nobody says."""
     return _actions_ns(run, "max_age_ms") or _actions_ns(run, "lease_ms")
+
+
+def _last_step_ns(run: RunLog) -> int | None:
+    """All steps of an older chunk are past, as step 0 is due ``dt_ms`` behind its window.
+
+    None: nobody says.
+    """
+    dt_ns = _actions_ns(run, "dt_ms")
+    horizon = _mapping(run.config.get("actions")).get("horizon")
+    if dt_ns is None or not isinstance(horizon, int):
+        return None
+    return (horizon + 1) * dt_ns
 
 
 def _gate(run: RunLog, profile: str, budgets_ns: tuple[int | None, int | None]) -> Gate:
@@ -292,7 +305,7 @@ def _model(score: Primary | None, window: JudgedSpan) -> Model | None:
 def _service(run: RunLog) -> ServiceReport | None:
     ready = [e for e in run.envelopes if e.phase in SERVING]
     if not ready:
-        return None
+        return _unserved(run)
     window = select_window(run, *SERVING)
     score = primary(window, resampled=False)
     reasons = _service_reasons(run, ready)
@@ -319,6 +332,34 @@ def _service(run: RunLog) -> ServiceReport | None:
         requests=requests_of(run.config, ready),
         chunks_per_s=_chunks_per_s(ready, lease_ns),
         calls_by_rows=_calls_by_rows(run, ready),
+    )
+
+
+def _unserved(run: RunLog) -> ServiceReport | None:
+    """Of a run that was ready for longer than a lease, had a robot and gave it no chunk."""
+    ready_ns = [e.t for e in run.events if e.phase in SERVING and e.t is not None]
+    ends_ns = [event.t for event in run.events if event.t is not None]
+    ends_ns += [ledger.t for ledger in run.envelope_ledgers if ledger.t is not None]
+    told = run.ages_ns or run.unexecuted_ages_ns
+    if not run.robot_states or not ready_ns or told or streams_on_request(run.config):
+        return None
+    if max(ends_ns) - min(ready_ns) <= _lease_ns(run):
+        return None
+    names = list(dict.fromkeys(state.robot or state.name for state in run.robot_states))
+    more = f" and {len(names) - 1} more were" if len(names) > 1 else " was"
+    samples = [led for led in run.ledgers if led.stream not in (TOTAL, ENVELOPES)]
+    silent = [ledger.stream for ledger in samples if not ledger.received]
+    why = f": no sample of {', '.join(silent)} came" if silent else ""
+    return ServiceReport(
+        limited_by=None,
+        latency=None,
+        deadline=None,
+        utilisation=None,
+        drops=drops(run, ()),
+        verdict=Verdict.INCONCLUSIVE,
+        reasons={"SERVICE_UNSERVED": f"robot {names[0]}{more} there and got no chunk{why}"},
+        robots=run.robot_states,
+        streams=tuple(ledger for ledger in samples if ledger.holes is not None),
     )
 
 

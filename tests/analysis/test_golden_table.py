@@ -39,6 +39,7 @@ from faulty_runs import (
     twice,
     unbalanced,
     unnamed,
+    unserved,
     unset,
     unsettled,
     wait_in_b,
@@ -256,6 +257,26 @@ TABLE: dict[str, Case] = {
             "says": "80 of 100 chunks; 11 came too late, 98.0 ms old (p50) of 90 allowed"}),
     "few late chunks": (lambda: served(stages()).set("config.actions", {"lease_ms": 90.0})
             .tell(*chunks([(ms(98), 0, 0)] * 10 + [(ms(40), 1, ms(41))] * 90)), "PASS"),
+    "chunks past their last step": (lambda: served(stages())
+            .set("config.actions", {"lease_ms": 200.0, "dt_ms": 2.0, "horizon": 4})
+            .tell(*chunks([(ms(10.6), 0, 0)] * 11 + [(ms(9.9), 0, 0)] * 89)),
+        "INCONCLUSIVE SERVICE_LATE",
+        {"says": "0 of 100 chunks; 11 came too late, 10.6 ms old (p50) of 10 allowed"}),
+    "a slow loop skips chunks": (lambda: served(stages())
+            .set("config.actions", {"lease_ms": 200.0, "dt_ms": 2.0, "horizon": 4})
+            .tell(*chunks([(ms(9.9), 0, 0)] * 90 + [(ms(9.9), 1, ms(9.9))] * 10)), "PASS"),
+    "a robot without a chunk": (lambda: unserved(robot(robot="arm")),
+        "INCONCLUSIVE SERVICE_UNSERVED",
+        {"says": "robot arm was there and got no chunk: no sample of joints came"}),
+    "two robots without a chunk": (
+        lambda: unserved(robot(robot="arm"), robot(robot="leg", session=6)),
+        "INCONCLUSIVE SERVICE_UNSERVED", {"says": "robot arm and 1 more were there"}),
+    "no robot came": (lambda: unserved(), "PASS"),
+    "a robot, ready for less than a lease": (lambda: unserved(robot(robot="arm"), lease_ms=2000),
+        "PASS"),
+    "a robot before ready": (lambda: run().tell(robot()), "PASS"),
+    "a robot that asked for nothing": (lambda: unserved(robot()).set("config.streams",
+        [{"name": "joints", "max_request_hz": 5.0}]), "PASS"),
     "unsafe, and held": (lambda: (served(stages()).put(at=slice(30, 31), outstanding_max=3)
             .tell(robot(held_ns=ms(1000)))), "FAIL QUEUE_BOUND SERVICE_HELD"),
     # ---- safety counts ---------------------------------------------------------------------------

@@ -189,6 +189,15 @@ def full_disk() -> GoldenRun:
     return golden.tell({"kind": "ledger", "t": end_ns + ms(999), "envelopes": later})
 
 
+def unserved(*robots: Fields, lease_ms: float = 300) -> GoldenRun:
+    """Bring-up, then ready for 999 ms without an envelope; no sample of joints comes."""
+    golden = simulate().set("config.actions", {"lease_ms": float(lease_ms)})
+    book, end_ns = golden.book(), golden.lines[-1]["tEmit"]
+    none = {"received": 0, "used": 0, "dropped": {}, "in_flight": 0, "holes": 0}
+    golden.tell(event("phase", phase="ready", t=end_ns + 1), *robots)
+    return golden.tell(book | {"t": end_ns + ms(999), "streams": {"joints": none}})
+
+
 def unbalanced() -> GoldenRun:
     golden = simulate()
     book = golden.book()
