@@ -15,13 +15,12 @@ from typing import Any, Final
 
 import msgspec
 
+from ppstream.config.action_rules import action_rule_problems
 from ppstream.config.device_rules import device_problems
 from ppstream.config.gateway_rules import gateway_problems, listen_address, listen_of
 from ppstream.config.schema import (
     CHANNELS,
-    ActionConfig,
     PipelineConfig,
-    RobotLimits,
     StreamConfig,
 )
 from ppstream.config.window_ranges import range_problems
@@ -35,7 +34,6 @@ LONGEST_NS: Final = 365 * 24 * 3600 * NS_PER_S  # added to any stamp of the wire
 UNITS_NS: Final = {"_ms": NS_PER_MS, "_s": NS_PER_S}
 PORT_MAX: Final = 65535
 LOOPBACK_TOO: Final = ("127.0.0.1", "localhost", "0.0.0.0")  # a port there is one of loopback
-FLOAT32_MAX: Final = 3.4028235e38  # beyond it a limit of actions, which are float32, is infinite
 RING_SAMPLES_MAX: Final = 1 << 22  # a longer ring is a mistyped rate or window
 STREAMS_MAX: Final = 256  # the wire numbers streams with one byte
 ACTIONS_MAX: Final = 1024
@@ -51,54 +49,6 @@ CODE_IN_WEIGHTS: Final = {
     ".so": "an AOTInductor library: it is code",
     **dict.fromkeys((".bin", ".ckpt", ".pkl", ".pt", ".pth", ".ts"), _PICKLE),
 }
-
-
-def action_rule_problems(actions: ActionConfig) -> Iterator[str]:
-    """Every disagreement, each ``path: got ..., want ...``."""
-    for path in ("velocity", "acceleration"):
-        limits = getattr(actions, path)
-        if limits and len(limits) != len(actions.names):
-            yield (
-                f"actions.{path}: got {len(limits)} limits, want {len(actions.names)}: one for "
-                "each name (inf: no limit), or none at all"
-            )
-    yield from _switch_problems(actions)
-    for robot, limits in actions.robots.items():
-        yield from _robot_problems(actions, f"actions.robots.{robot}", limits)
-    age_ms = actions.max_age_ms
-    if age_ms is not None and not actions.dt_ms < age_ms <= actions.lease_ms:
-        yield (
-            f"actions.max_age_ms: got {age_ms:g}, want more than actions.dt_ms = "
-            f"{actions.dt_ms:g} and at most actions.lease_ms = {actions.lease_ms:g}"
-        )
-
-
-def _switch_problems(actions: ActionConfig) -> Iterator[str]:
-    ranges = dict(zip(actions.names, zip(actions.low, actions.high, strict=False), strict=False))
-    for name, values in actions.discrete.items():
-        path = f"actions.discrete.{name}"
-        if name not in actions.names:
-            yield f"{path}: got {name!r}, want one of {', '.join(actions.names)}"
-        elif len(set(values)) < 2:
-            yield f"{path}: got {list(values)}, want two different values at least"
-        elif name in ranges and not all(ranges[name][0] <= v <= ranges[name][1] for v in values):
-            low, high = ranges[name]
-            yield f"{path}: got {list(values)}, want all of them from {low:g} to {high:g}"
-
-
-def _robot_problems(actions: ActionConfig, path: str, limits: RobotLimits) -> Iterator[str]:
-    for name in ("low", "high", "velocity", "acceleration"):
-        own, common = getattr(limits, name), getattr(actions, name)
-        if own and len(own) != len(actions.names):
-            yield f"{path}.{name}: got {len(own)} limits, want {len(actions.names)}, or none"
-        elif any(
-            (one < limit if name == "low" else one > limit)
-            for one, limit in zip(own, common, strict=False)
-        ):
-            yield f"{path}.{name}: got {list(own)}, want none wider than {list(common)}"
-    pairs = zip(limits.low or actions.low, limits.high or actions.high, strict=False)
-    if not all(low < high for low, high in pairs):
-        yield f"{path}.low: got {list(limits.low)}, want each below its high"
 
 
 class UnsoundError(Exception):
@@ -298,13 +248,6 @@ def _action_problems(config: PipelineConfig) -> Iterator[str]:
     for path, limits in (("actions.low", actions.low), ("actions.high", actions.high)):
         if len(limits) != len(actions.names):
             yield f"{path}: got {len(limits)} limits, want {len(actions.names)}: one for each name"
-    for name, low, high in zip(actions.names, actions.low, actions.high, strict=False):
-        if not low < high:
-            yield f"actions.low: got {low:g} for {name!r}, want it below its high, {high:g}"
-        elif low < -FLOAT32_MAX:
-            yield f"actions.low: got {low:g} for {name!r}, want at least -{FLOAT32_MAX:g} (float32)"
-        elif high > FLOAT32_MAX:
-            yield f"actions.high: got {high:g} for {name!r}, want at most {FLOAT32_MAX:g} (float32)"
     yield from action_rule_problems(actions)
     # The first action is due dt_ms after the window's end: it would be expired before its time.
     if actions.lease_ms <= actions.dt_ms:
@@ -320,6 +263,7 @@ def _pacing_problems(config: PipelineConfig) -> Iterator[str]:
     names = [stream.name for stream in config.streams]
     if stream and stream not in names:
         yield f"pipeline.pacing: got stream {stream!r}, want one of {', '.join(names)}"
+    yield from _rare_window_problems(config)
     if kind == "tick" and shape.tick_hz is None:
         yield "pipeline.tick_hz: missing, want a number above 0 because pacing = 'tick'"
     if kind != "tick" and shape.tick_hz is not None:
@@ -343,6 +287,27 @@ def _pacing_problems(config: PipelineConfig) -> Iterator[str]:
         yield (
             "pipeline.windows: got 'scheduled' without service.recording, "
             "want a recording: a schedule follows a recording's time"
+        )
+
+
+def _rare_window_problems(config: PipelineConfig) -> Iterator[str]:
+    """Windows so seldom that a chunk's lease is over before the next one comes: robots hold."""
+    shape, lease_ms = config.pipeline, config.actions.lease_ms
+    kind, _, name = shape.pacing.partition(":")
+    if kind == "tick":
+        path, rate_hz = "pipeline.tick_hz", shape.tick_hz
+    elif kind == "sample" and config.streams:
+        name = name or config.reference.name
+        streams = {stream.name: (k, stream.rate_hz) for k, stream in enumerate(config.streams)}
+        index, rate_hz = streams.get(name, (0, None))
+        path = f"streams[{index}].rate_hz"
+    else:
+        return
+    if rate_hz is not None and (period_ms := 1000 / rate_hz) > lease_ms:
+        yield (
+            f"{path}: got {rate_hz:g}, a chunk every {period_ms:g} ms with pacing = "
+            f"{shape.pacing!r}, want at most actions.lease_ms = {lease_ms:g} between two: raise "
+            "the rate or the lease"
         )
 
 

@@ -5,8 +5,9 @@ from typing import Any
 import msgspec
 import pytest
 
+from ppstream.config.action_rules import action_rule_problems
 from ppstream.config.load import read
-from ppstream.config.rules import action_rule_problems, rank_problems
+from ppstream.config.rules import rank_problems
 from ppstream.config.schema import ActionConfig
 
 PLAIN: dict[str, Any] = {
@@ -40,6 +41,21 @@ def test_rules_that_agree_are_no_problem() -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
+        (
+            {"low": (1.0, 0.0), "high": (1.0000000000000002, 1.0)},
+            "actions.low: got 1.0 for 'x', want it below its high, 1.0000000000000002, as float32",
+        ),
+        ({"robots": {"a": {"low": (1 - 1e-9, 0.0)}}}, "actions.robots.a.low: got [0.999999999, 0"),
+        (
+            {
+                "names": tuple(f"a{k}" for k in range(16)),
+                "low": (-1.0,) * 16,
+                "high": (1.0,) * 16,
+                "horizon": 65536,
+                "discrete": {},
+            },
+            "actions.horizon: got 65536 x 16 actions, 4194304 bytes a chunk, want 4128768 at most",
+        ),
         ({"velocity": (1.0,)}, "actions.velocity: got 1 limits, want 2"),
         ({"acceleration": (1.0, 1.0, 1.0)}, "actions.acceleration: got 3 limits, want 2"),
         ({"discrete": {"grip": (0.0, 1.0)}}, "actions.discrete.grip: got 'grip', want one of x,"),

@@ -129,6 +129,19 @@ def test_plain_configuration_has_no_problem() -> None:
             {"pipeline__tick_hz": 5.0},
             "pipeline.tick_hz: got 5 with pacing = 'sample', want pacing = 'tick', or",
         ),
+        (
+            {"pipeline__pacing": "tick", "pipeline__tick_hz": 4.0},
+            "pipeline.tick_hz: got 4, a chunk every 250 ms with pacing = 'tick', want at most "
+            "actions.lease_ms = 200 between two: raise the rate or the lease",
+        ),
+        (
+            {"pipeline__pacing": "sample:pose", "actions__lease_ms": 9.9, "actions__dt_ms": 5.0},
+            "streams[1].rate_hz: got 100, a chunk every 10 ms with pacing = 'sample:pose', want",
+        ),
+        (
+            {"actions__lease_ms": 0.9, "actions__dt_ms": 0.5},
+            "streams[0].rate_hz: got 1000, a chunk every 1 ms with pacing = 'sample', want at most",
+        ),
         ({"pipeline__windows": "scheduled"}, "pipeline.windows: got 'scheduled' without service"),
         ({"bringup__source": "recording"}, "bringup.recording: missing, want a file"),
         (
@@ -180,7 +193,9 @@ def test_disagreement_is_named_with_its_path_and_remedy(changes: dict[str, Any],
         {"pipeline__pacing": "sample:imu"},
         {"pipeline__pacing": "tick", "pipeline__tick_hz": 50.0},
         {"pipeline__pacing": "rows", "pipeline__gather_ms": 10.0},
-        {"pipeline__pacing": "saturated"},
+        {"pipeline__pacing": "tick", "pipeline__tick_hz": 5.0},
+        {"pipeline__pacing": "sample:pose", "actions__lease_ms": 10.0, "actions__dt_ms": 5.0},
+        {"pipeline__pacing": "saturated", "actions__lease_ms": 0.9, "actions__dt_ms": 0.5},
         {"service__endpoint": "tcp://[::1]:0"},
         {"service__endpoint": "tcp://127.0.0.1:*"},
         {"service__endpoint": "unix:///tmp/" + "x" * 97 + "/r"},
