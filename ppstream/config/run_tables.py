@@ -216,7 +216,7 @@ class LivenessConfig(Table, frozen=True):
     start_s: Positive = 600.0
     """The same limit before ready: a build, links, first calls, a compilation. Raise it for large
     checkpoints."""
-    handshake_s: Positive = 15.0
+    handshake_s: Annotated[float, Meta(ge=1)] = 15.0
     """Time for ranks to find each other, without that of hashing weights. Raise it when ranks start
     far apart."""
     drain_s: Positive = 5.0

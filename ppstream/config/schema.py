@@ -58,7 +58,7 @@ class ImageConfig(Table, frozen=True):
     """Columns of a frame as the robot sends it."""
     frames: Annotated[int, Meta(ge=1, le=64)] = 1
     """Newest frames that a policy reads, oldest first. Raise it for policies that see motion."""
-    resize: tuple[Count, ...] | None = None
+    resize: tuple[Annotated[int, Meta(ge=1, le=8192)], ...] | None = None
     """Height and width that a policy reads, bilinear and not antialiased; none keeps the frame's.
     Set it to the network's input."""
     mean: tuple[float, ...] = (0.0, 0.0, 0.0)
@@ -179,7 +179,7 @@ class GroupConfig(Table, frozen=True):
 class WindowConfig(Table, frozen=True):
     """The aligned slice a policy sees: ``steps`` targets ``dt_ms`` apart, the last at the end."""
 
-    steps: Count
+    steps: Annotated[int, Meta(ge=1, le=65536)]
     """Targets of a window; each tensor of a policy has so many rows."""
     dt_ms: Positive
     """Time between two targets, as in training."""

@@ -100,11 +100,14 @@ def find_problems(value: Any, annotation: Any, path: str = "") -> Iterator[str]:
         except msgspec.ValidationError:
             yield _line(path, value, wanted(kind)) + suggestion(value, _choices(kind))
         else:
-            yield from _long_numbers(value, path)
+            yield from _long_numbers(value, path, kind)
 
 
-def _long_numbers(value: Any, path: str) -> Iterator[str]:
-    """Whole numbers that TOML's own range has no room for: ranks could not send them either."""
+def _long_numbers(value: Any, path: str, kind: FieldType | None = None) -> Iterator[str]:
+    """Whole numbers that TOML's own range has no room for: ranks could not send them either.
+
+    ``kind``: what the value was checked as; None: a user's own options take any.
+    """
     if isinstance(value, Mapping):
         for name, item in value.items():
             yield from _long_numbers(item, _join(path, name))
@@ -112,7 +115,10 @@ def _long_numbers(value: Any, path: str) -> Iterator[str]:
         for index, item in enumerate(value):
             yield from _long_numbers(item, f"{path}[{index}]")
     elif isinstance(value, int) and not INT_MIN <= value <= INT_MAX:
-        yield _line(path, value, f"a whole number from {INT_MIN} to {INT_MAX}")
+        words = f"a whole number from {INT_MIN} to {INT_MAX}"
+        if kind is not None and kind.bounds:  # its own bound is nearer than the lowest number
+            words = wanted(kind._replace(bounds=(*kind.bounds, Meta(le=INT_MAX))))
+        yield _line(path, value, words)
 
 
 def _table_problems(value: Any, struct: type[msgspec.Struct], path: str) -> Iterator[str]:

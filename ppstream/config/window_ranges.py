@@ -92,8 +92,13 @@ def _of_stream(config: PipelineConfig, group: str, stream: StreamConfig) -> Rang
             return f"missing, and window.groups.{group}.statistics {found}; {why}"
         ranges = found
     for low, high in zip(ranges.low, ranges.high, strict=True):
-        if not (low < high and NARROWEST <= max(abs(low), abs(high)) <= WIDEST):
-            return f"got {low:g} to {high:g} of {stream.name!r}, want low below high, both finite"
+        got, largest = f"got {low:g} to {high:g} of {stream.name!r}", max(abs(low), abs(high))
+        if not low < high:
+            return f"{got}, want low below high, both finite"
+        if largest > WIDEST:
+            return f"{got}, want both from {-WIDEST:g} to {WIDEST:g}"
+        if largest < NARROWEST:
+            return f"{got}, want one of them {NARROWEST:g} or more away from 0"
     return ranges
 
 

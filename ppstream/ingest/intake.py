@@ -6,9 +6,12 @@ robots. So a robot may connect early, and nothing made up ever reaches a window 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
+from math import prod
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from ppstream.config.schema import CHANNELS
 from ppstream.core.clock import NS_PER_MS
 from ppstream.core.errors import ConfigError
 from ppstream.ingest.ring import RingBank
@@ -19,8 +22,12 @@ from ppstream.ingest.window import WindowCutter
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from ppstream.config.schema import PipelineConfig
+    from ppstream.config.schema import PipelineConfig, StreamConfig
 
+INTAKES: Final = 2  # bring-up's rings and service's
+VALUE_BYTES: Final = 4  # rings and windows keep float32 whatever a stream sends, but for frames
+STAMP_BYTES: Final = 8
+GIB: Final = 1 << 30
 NOTHING_READ: Final[Mapping[str, bool]] = {}
 BLIND: Final = "the policy reads this stream and cannot see that it is missing"
 
@@ -44,8 +51,10 @@ def build_intake(config: PipelineConfig, blind: Mapping[str, bool] = NOTHING_REA
             those that are False one frame is enough.
 
     Raises:
-        ConfigError: as ``needs_of``.
+        ConfigError: as ``needs_of``; rings or window are larger than this host's memory.
     """
+    if problems := list(_too_large(config)):
+        raise ConfigError(problems)
     needs = needs_of(config, blind)
     banks = {
         stream.name: RingBank(stream, config.batch.rows, config.ring_samples(stream))
@@ -56,6 +65,42 @@ def build_intake(config: PipelineConfig, blind: Mapping[str, bool] = NOTHING_REA
         RowInput(banks, row, reference, stale_ns, needs) for row in range(config.batch.rows)
     )
     return Intake(rows, WindowCutter(config, rows, banks), banks)
+
+
+def rings_bytes(config: PipelineConfig) -> int:
+    """Memory of a run's rings, those of bring-up and those of service."""
+    return INTAKES * config.batch.rows * sum(_ring_bytes(config, one) for one in config.streams)
+
+
+def _ring_bytes(config: PipelineConfig, stream: StreamConfig) -> int:
+    """Of one row: a frame's values are a byte each."""
+    sample = stream.dim * (VALUE_BYTES if stream.image is None else 1)
+    return config.ring_samples(stream) * (sample + STAMP_BYTES)
+
+
+def _window_bytes(config: PipelineConfig) -> int:
+    plain = sum(stream.dim for stream in config.streams if stream.image is None)
+    images = [stream.image for stream in config.streams if stream.image is not None]
+    frames = sum(image.frames * CHANNELS * prod(image.size) for image in images)
+    return config.batch.rows * VALUE_BYTES * (config.window.steps * plain + frames)
+
+
+def _too_large(config: PipelineConfig) -> Iterator[str]:
+    has = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    rings, window = rings_bytes(config), _window_bytes(config)
+    if rings > has:
+        largest = max(config.streams, key=lambda stream: _ring_bytes(config, stream))
+        yield (
+            f"streams: got rings of {rings / GIB:.1f} GiB for batch.rows = {config.batch.rows}, "
+            f"most of them for {largest.name!r}, want less than the {has / GIB:.1f} GiB of this "
+            "host: lower max_age_ms, max_gap_ms, a rate or the rows"
+        )
+    if window > has:
+        yield (
+            f"window: got {window / GIB:.1f} GiB for batch.rows = {config.batch.rows}, want less "
+            f"than the {has / GIB:.1f} GiB of this host: lower window.steps, image.resize or "
+            "image.frames"
+        )
 
 
 def needs_of(config: PipelineConfig, blind: Mapping[str, bool]) -> dict[str, Need]:

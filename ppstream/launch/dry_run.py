@@ -18,7 +18,7 @@ from ppstream.config.rules import rank_problems
 from ppstream.config.schema import ImageConfig, PipelineConfig, StreamConfig
 from ppstream.core.errors import ConfigError
 from ppstream.cuda import startup
-from ppstream.ingest.intake import build_intake, needs_of
+from ppstream.ingest.intake import build_intake, needs_of, rings_bytes
 from ppstream.launch.auto_cut import AUTO
 from ppstream.launch.placement import Placement, RankPlan, place
 from ppstream.links.device_link import AHEAD, slot_count
@@ -33,9 +33,6 @@ from ppstream.report.formatting import size_text
 from ppstream.wire.keys import server_keys
 
 NAME_WIDTH: Final = 16
-VALUE_BYTES: Final = 4  # rings keep float32 whatever a stream sends
-STAMP_BYTES: Final = 8
-INTAKES: Final = 2  # bring-up's rings and service's
 
 
 def describe(config: PipelineConfig, world_size: int, local_world_size: int | None = None) -> str:
@@ -293,11 +290,6 @@ def _slot_lines(what: str, layout: SlotLayout, slots: int, placement: Placement)
 
 def _memory_lines(config: PipelineConfig, placement: Placement, slot_bytes: int) -> Iterator[str]:
     """Yields what is allocated at start; only ``host`` slots are shared memory."""
-    rings = sum(
-        config.ring_samples(stream) * (VALUE_BYTES * stream.dim + STAMP_BYTES)
-        for stream in config.streams
-    )
-    rings *= config.batch.rows * INTAKES
     owners = {
         "host": "shared by both ranks" if len(placement.ranks) == 2 else "shared by neighbours",
         "peer": "on each GPU, half of them written by the other",
@@ -305,7 +297,7 @@ def _memory_lines(config: PipelineConfig, placement: Placement, slot_bytes: int)
     }
     owner = owners.get(placement.link or "", "" if placement.is_inline else "on each rank")
     yield "\nmemory, besides what torch and the policy take"
-    yield _row("rings", f"{size_text(rings)} on rank 0")
+    yield _row("rings", f"{size_text(rings_bytes(config))} on rank 0")
     slots = f"{_most(placement)}{size_text(slot_bytes)} {owner}".rstrip()
     yield _row("slots", slots if slot_bytes else "as the cut needs them")
 

@@ -185,6 +185,11 @@ def test_tables_and_lists_of_the_wrong_kind_are_named(file: Path) -> None:
         ("policy.target=acme.stages", "got 'acme.stages', want 'package.module:attr'"),
         ("decode.target=acme/x:build", "got 'acme/x:build', want 'package.module:attr'"),
         ("demo.robot=a b", "got 'a b', want 'package.module'"),
+        ("liveness.handshake_s=0.5", "liveness.handshake_s: got 0.5, want a number, at least 1"),
+        (
+            "streams.imu.image={height=8, width=8, resize=[8193, 9]}",
+            "image.resize[0]: got 8193, want a whole number, at least 1, at most 8192",
+        ),
         ("pipeline.pacing=often", "got 'often', want one of sample, sample:<stream>, rows, tick,"),
         ("pipeline.pacing=free:imu", "got 'free:imu', want one of sample"),
         ("streams.imu.name=", "got '', want 1 to 64 letters"),
@@ -207,6 +212,7 @@ def test_text_of_the_wrong_form_is_told_the_right_one(file: Path, override: str,
     [
         ("log.ring", 262144),
         ("actions.horizon", 65536),
+        ("window.steps", 65536),
         *((f"bringup.{name}", 1000000) for name in ("envelopes", "standalone", "warmup_max")),
     ],
 )
@@ -227,12 +233,20 @@ def test_a_list_that_needs_an_entry_is_not_empty(file: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "path",
-    ["profile.after", "simulate.seed", "log.keep", "policy.options.seed", "window.dt_ms"],
+    ("path", "want"),
+    [
+        ("profile.after", f'a whole number, at least 0, at most {2**63 - 1}, or "none"'),
+        ("simulate.seed", f"a whole number from {-(2**63)} to {2**63 - 1}"),
+        ("log.keep", f"a whole number, at least 1, at most {2**63 - 1}"),
+        ("window.dt_ms", f"a number, above 0, at most {2**63 - 1}"),
+        ("policy.options.seed", f"a whole number from {-(2**63)} to {2**63 - 1}"),
+    ],
 )
-def test_a_whole_number_fits_64_bits(file: Path, path: str) -> None:
+def test_a_whole_number_fits_64_bits_and_is_told_its_own_bounds(
+    file: Path, path: str, want: str
+) -> None:
     (found,) = problems_of(file, f"{path}={2**63}")
-    assert found == f"{path}: got {2**63}, want a whole number from {-(2**63)} to {2**63 - 1}"
+    assert found == f"{path}: got {2**63}, want {want}"
 
 
 def test_a_whole_number_fits_64_bits_wherever_it_stands(file: Path) -> None:

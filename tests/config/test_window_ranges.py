@@ -70,7 +70,14 @@ def test_a_range_that_is_missing_is_one_problem_of_each_stream_with_its_remedy()
         ({"low": (0.0,), "high": (1.0,)}, "streams[0].low: got 1 limits, want 2: one per value"),
         ({"low": (0.0, 0.0)}, "got 2 limits beside 0 of high, want both"),
         ({"low": (0.0, 1.0), "high": (1.0, 1.0)}, "got 1 to 1 of 'a', want low below high"),
-        ({"low": (0.0, 0.0), "high": (1.0, 1e-44)}, "got 0 to 1e-44 of 'a', want low below high"),
+        (
+            {"low": (0.0, 0.0), "high": (1.0, 1e-38)},
+            "got 0 to 1e-38 of 'a', want one of them 1e-30 or more away from 0",
+        ),
+        (
+            {"low": (0.0, 0.0), "high": (1.0, 1e39)},
+            "got 0 to 1e+39 of 'a', want both from -1e+38 to 1e+38",
+        ),
     ],
 )
 def test_limits_that_are_no_range_are_refused(limits: dict[str, object], said: str) -> None:

@@ -248,6 +248,42 @@ def test_a_log_that_cannot_be_made_is_a_problem_and_trying_leaves_nothing(
     assert [*tmp_path.iterdir()] == []
 
 
+@pytest.mark.parametrize(
+    ("stream", "rows", "steps", "said"),
+    [
+        ({"dim": 786432, "max_age_ms": 1e7}, 1, 8, "streams: got rings of 23438.1 GiB for batch.r"),
+        ({"dim": 3000, "max_age_ms": 1e7}, 1024, 8, "streams: got rings of 91"),
+        ({"dim": 9999, "rate_hz": 9.0}, 1024, 65536, "window: got 2499.8 GiB for batch.rows = "),
+        (
+            {"image": {"height": 8, "width": 8, "resize": [8192, 8192], "frames": 64}, "dim": 192},
+            1024,
+            8,
+            "window: got 49152.0 GiB for batch.rows = 1024, want less than the ",
+        ),
+    ],
+)
+def test_what_is_larger_than_the_memory_is_refused_before_it_is_made(
+    given: ModuleType, stream: dict[str, Any], rows: int, steps: int, said: str
+) -> None:
+    dtype = "uint8" if "image" in stream else "float32"
+    streams = [{"name": "imu", "rate_hz": 200.0, "dtype": dtype, **stream}]
+    window = {"steps": steps, "dt_ms": 1e-5}
+    with pytest.raises(ConfigError) as caught:
+        describe(config(streams=streams, window=window, batch={"rows": rows}), 2)
+    (found,) = caught.value.problems
+    assert found.startswith(said)
+    assert " of this host: lower " in found
+
+
+def test_rings_of_a_camera_keep_bytes(given: ModuleType) -> None:
+    image = {"height": 48, "width": 64}
+    camera = {"name": "top", "dim": 9216, "dtype": "uint8", "rate_hz": 30.0, "image": image}
+    text = describe(config(streams=[camera, *TABLE["streams"]]), 2)
+    samples = int(row(text, "top").partition("ring of ")[2].split()[0])
+    rings = 2 * (1064 * (7 * 4 + 8) + 226 * (6 * 4 + 8) + samples * (9216 + 8))
+    assert row(text, "rings") == f"rings {rings / 1024:.1f} KiB on rank 0"
+
+
 def test_the_last_port_is_the_last_rank_s(given: ModuleType) -> None:
     assert "no problem found" in describe(config(metrics={"port": 65534}), 2)
     assert "no problem found" in describe(config(metrics={"port": 65535}), 1)
