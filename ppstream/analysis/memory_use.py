@@ -15,7 +15,7 @@ GROWN_SHARE: Final = 0.10
 
 @dataclass(frozen=True, slots=True)
 class GpuUse:
-    """Of one rank's GPU; growth is since the rank was ready, or since its first line."""
+    """Of one rank's GPU; growth is since ready, or since its first line where it has no ready."""
 
     allocated_max_bytes: int
     reserved_max_bytes: int
@@ -62,16 +62,20 @@ def by_rank(run: RunLog) -> dict[int, list[MemoryLine]]:
 
 
 def _serving(run: RunLog, lines: Sequence[MemoryLine]) -> Sequence[MemoryLine]:
-    """From the last one before ready on; all of them where there is no such time."""
+    """From the last one before ready on, the newest alone of a run that never was ready.
+
+    All of them where other ranks alone say when that was.
+    """
     first = lines[0]
-    ready_ns = [
-        event.t
+    ready = [
+        event
         for event in run.events
-        if (event.rank, event.generation) == (first.rank, first.generation)
-        and event.phase == "ready"
-        and event.t is not None
+        if event.generation == first.generation and event.phase == "ready" and event.t is not None
     ]
-    before = [n for n, m in enumerate(lines) if ready_ns and (m.t or 0) <= ready_ns[-1]]
+    if not ready:
+        return lines[-1:]
+    ready_ns = [event.t for event in ready if event.rank == first.rank]
+    before = [n for n, m in enumerate(lines) if ready_ns and (m.t or 0) <= (ready_ns[-1] or 0)]
     return lines[before[-1] if before else 0 :]
 
 

@@ -72,6 +72,20 @@ def test_growth_counts_from_ready_on_and_peaks_from_the_start() -> None:
     assert never.gpu.segments_grown == 1
 
 
+def test_nothing_grows_while_ready_in_a_run_that_never_was() -> None:
+    lines = [memory_line(second) for second in range(30)]
+    lines[29] |= {"resident_bytes": 1 << 33}
+    stopped = simulate(n=30)
+    stopped.extra += lines
+    (use,) = memory_use(stopped.parse())
+    assert use.gpu is not None
+    assert (use.resident_max_bytes, use.resident_grown_bytes) == (1 << 33, 0)
+    assert use.gpu.segments_grown == 0
+    stopped.policy_lines.append({"kind": "event", "name": "phase", "phase": "ready", "t": ms(1)})
+    (silent,) = memory_use(stopped.parse())  # another rank says that the run was
+    assert silent.resident_grown_bytes == (1 << 33) - lines[0]["resident_bytes"]
+
+
 def test_newest_generation_of_a_rank_is_shown() -> None:
     parsed = with_memory(memory_line(1)).parse()
     (old,) = parsed.memory
