@@ -337,13 +337,10 @@ def _service(run: RunLog) -> ServiceReport | None:
 
 def _unserved(run: RunLog) -> ServiceReport | None:
     """Of a run that was ready for longer than a lease, had a robot and gave it no chunk."""
-    ready_ns = [e.t for e in run.events if e.phase in SERVING and e.t is not None]
-    ends_ns = [event.t for event in run.events if event.t is not None]
-    ends_ns += [ledger.t for ledger in run.envelope_ledgers if ledger.t is not None]
     told = run.ages_ns or run.unexecuted_ages_ns
-    if not run.robot_states or not ready_ns or told or streams_on_request(run.config):
+    if not run.robot_states or told or streams_on_request(run.config):
         return None
-    if max(ends_ns) - min(ready_ns) <= _lease_ns(run):
+    if _longest_ready_ns(run) <= _lease_ns(run):
         return None
     names = list(dict.fromkeys(state.robot or state.name for state in run.robot_states))
     more = f" and {len(names) - 1} more were" if len(names) > 1 else " was"
@@ -361,6 +358,21 @@ def _unserved(run: RunLog) -> ServiceReport | None:
         robots=run.robot_states,
         streams=tuple(ledger for ledger in samples if ledger.holes is not None),
     )
+
+
+def _longest_ready_ns(run: RunLog) -> int:
+    """Time for which a generation served, by rank 0's clock: to its last event or ledger."""
+    began: dict[int, int] = {}
+    lasted_ns = 0
+    marks = [(event.t, event.generation, event.phase) for event in run.events if event.rank == 0]
+    marks += [(ledger.t, ledger.generation, None) for ledger in run.envelope_ledgers]
+    for t, generation, phase in marks:
+        if t is not None and phase in SERVING:
+            began[generation] = min(t, began.get(generation, t))
+    for t, generation, _ in marks:
+        if t is not None and generation in began:
+            lasted_ns = max(lasted_ns, t - began[generation])
+    return lasted_ns
 
 
 def _calls_by_rows(run: RunLog, ready: Iterable[Envelope]) -> dict[int, int] | None:

@@ -28,6 +28,7 @@ from faulty_runs import (
     locked,
     machine,
     nobodys_fault,
+    on_another_clock,
     received_late,
     robot,
     said,
@@ -274,6 +275,8 @@ TABLE: dict[str, Case] = {
     "no robot came": (lambda: unserved(), "PASS"),
     "a robot, ready for less than a lease": (lambda: unserved(robot(robot="arm"), lease_ms=2000),
         "PASS"),
+    "a robot, and a policy rank with another clock": (
+        lambda: on_another_clock(unserved(robot(robot="arm"), lease_ms=2000)), "PASS"),
     "a robot before ready": (lambda: run().tell(robot()), "PASS"),
     "a robot that asked for nothing": (lambda: unserved(robot()).set("config.streams",
         [{"name": "joints", "max_request_hz": 5.0}]), "PASS"),

@@ -198,6 +198,12 @@ def unserved(*robots: Fields, lease_ms: float = 300) -> GoldenRun:
     return golden.tell(book | {"t": end_ns + ms(999), "streams": {"joints": none}})
 
 
+def on_another_clock(golden: GoldenRun) -> GoldenRun:
+    """Its policy rank was ready, too, at a stamp that means nothing on rank 0."""
+    golden.policy_lines.append(event("phase", phase="ready", t=1))
+    return golden
+
+
 def unbalanced() -> GoldenRun:
     golden = simulate()
     book = golden.book()
