@@ -40,6 +40,7 @@ class RobotSessionIsAskedForUntilItIsHeldAndThenKept(RuleBasedStateMachine):
         self.outage_ns: int | None = None
         self.outages: list[int] = []
         self.pause_ns, self.next_hello_ns = RETRY_NS[0], 0
+        self.refused_ns = RETRY_NS[0]  # the pause behind a refusal
 
     # ---- time and sending ----------------------------------------------------------------------
 
@@ -98,6 +99,7 @@ class RobotSessionIsAskedForUntilItIsHeldAndThenKept(RuleBasedStateMachine):
         self.opens += 1
         self.episode = self.asked = 0
         self.heard_ns, self.stuck_ns, self.pause_ns = now, None, RETRY_NS[0]
+        self.refused_ns = RETRY_NS[0]
         if self.outage_ns is not None:
             self.outages.append(now - self.outage_ns)
             self.outage_ns = None
@@ -108,6 +110,8 @@ class RobotSessionIsAskedForUntilItIsHeldAndThenKept(RuleBasedStateMachine):
     def refuse(self, reason: str) -> None:
         self.refused = m.Refused(reason, ())
         assert not self.robot.on_answer(self.refused, self.clock())
+        self.next_hello_ns = max(self.next_hello_ns, self.clock() + self.refused_ns)
+        self.refused_ns = min(2 * self.refused_ns, RETRY_NS[1])
 
     @rule(phase=phases)
     def change_phase(self, phase: str) -> None:
@@ -241,7 +245,7 @@ class RobotSessionIsAskedForUntilItIsHeldAndThenKept(RuleBasedStateMachine):
         if self.session:
             self.held, self.session = self.session, 0
             self.outage_ns = self.next_hello_ns = self.clock()
-            self.pause_ns = RETRY_NS[0]
+            self.pause_ns = self.refused_ns = RETRY_NS[0]
             assert isinstance(self.robot.due(self.clock()), m.Hello)
 
 
