@@ -344,24 +344,16 @@ def _cannot_write(path: Path, error: OSError) -> ConfigError:
 
 
 def check_root(root: Path) -> None:
-    """Make a folder in ``root`` as a run does, and remove it and what had to be made for it.
+    """Make a folder where ``root`` is, or would be made, and remove it.
 
     Raises:
         ConfigError: it cannot be made; permissions alone do not tell, as on a read-only disk.
     """
-    missing = [path for path in (root, *root.parents) if not os.access(path, os.F_OK)]
-    made: list[Path] = []
+    there = next(path for path in (root, *root.parents) if os.access(path, os.F_OK))
     try:
-        for path in reversed(missing):
-            path.mkdir()
-            made.insert(0, path)
-        tempfile.TemporaryDirectory(prefix=".ppstream-", dir=root).cleanup()
+        tempfile.TemporaryDirectory(prefix=".ppstream-", dir=there).cleanup()
     except OSError as error:
         raise _cannot_write(root, error) from error
-    finally:
-        for path in made:
-            with suppress(OSError):  # a run has begun in it meanwhile
-                path.rmdir()
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from ppstream.core.errors import ConfigError, ExitCode
-from ppstream.observe.run_folder import LAUNCHER_RUN, Run, check_root, launcher_identity
+from ppstream.observe.run_folder import LAUNCHER_RUN, Run, launcher_identity
 
 
 def begin(root: Path, keep: int = 20) -> Run:
@@ -262,18 +262,6 @@ def test_folder_that_cannot_be_written_is_a_configuration_error(tmp_path):
     occupied.write_text("")
     with pytest.raises(ConfigError, match=r"log\.root: cannot write"):
         Run.create(occupied, 3)
-
-
-@pytest.mark.parametrize("name", ["link", "new/" + "x" * 300, "file/logs", "file"])
-def test_a_root_that_no_run_can_make_is_found_by_trying_which_leaves_nothing(tmp_path, name):
-    (tmp_path / "file").touch()
-    (tmp_path / "link").symlink_to(tmp_path / "nowhere" / "logs")
-    before = {*tmp_path.iterdir()}
-    with pytest.raises(ConfigError, match=r"log\.root: cannot write to"):
-        check_root(tmp_path / name)
-    for fits in (tmp_path, tmp_path / "new", tmp_path / "new" / "logs"):
-        check_root(fits)
-    assert {*tmp_path.iterdir()} == before
 
 
 def test_a_folder_that_vanishes_is_named_and_leaves_no_half_file(tmp_path):
