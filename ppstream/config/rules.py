@@ -88,6 +88,11 @@ def problems(config: PipelineConfig) -> list[str]:
     return durations + [line for rule in rules for line in _until_unsound(rule(config))]
 
 
+def nearest_there(path: Path) -> Path:
+    """Returns ``path`` if it is there, else the nearest folder above it that is."""
+    return next(each for each in (path, *path.parents) if os.access(each, os.F_OK))
+
+
 def _until_unsound(lines: Iterator[str]) -> Iterator[str]:
     with suppress(UnsoundError):
         yield from lines
@@ -419,7 +424,7 @@ def _limit_problems(config: PipelineConfig) -> Iterator[str]:
             f"{live.watchdog_s:g}: first calls take longer than later ones"
         )
     root = Path(config.log.root)
-    there = next(path for path in (root, *root.parents) if os.access(path, os.F_OK))
+    there = nearest_there(root)
     if not there.is_dir():
         where = "which is" if there == root else f"which is below {there},"
         yield f"log.root: got {config.log.root!r}, {where} a file; want a folder"

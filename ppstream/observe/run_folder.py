@@ -25,6 +25,7 @@ import msgspec
 
 from ppstream import native
 from ppstream.analysis.log_reader import log_files
+from ppstream.config.rules import nearest_there
 from ppstream.control.peer_process import start_time
 from ppstream.core.errors import FINAL_CODES, OTHER_LEFT, ConfigError, ExitCode, PeerLeftError
 
@@ -349,7 +350,7 @@ def check_root(root: Path) -> None:
     Raises:
         ConfigError: it cannot be made; permissions alone do not tell, as on a read-only disk.
     """
-    there = next(path for path in (root, *root.parents) if os.access(path, os.F_OK))
+    there = nearest_there(root)
     try:
         tempfile.TemporaryDirectory(prefix=".ppstream-", dir=there).cleanup()
     except OSError as error:
