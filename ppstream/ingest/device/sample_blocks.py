@@ -38,6 +38,8 @@ ROW_WORDS: Final = (
 )
 COMMITMENT_WORDS: Final = 5  # points, start_ns, dt_ns, expires_ns, delay_ns; actions behind them
 RING_WORDS: Final = ("sent", "count", "newest_ns")  # samples [sent - count, sent) may be used
+PACK_ROW: Final = Struct(f"={len(ROW_WORDS)}q").pack_into
+PACK_RING: Final = Struct(f"={len(RING_WORDS)}q").pack_into
 POINTS_PER_STEP: Final = 2  # of a commitment, per step of a chunk: a robot may blend two chunks
 
 HEADER_WORDS: Final = 2  # sequence, pieces
@@ -93,29 +95,31 @@ class BlockWriter:
     ) -> None:
         self._rows = rows
         self._points, self._action_dim = commitment or (0, 0)
-        self._committed: list[Commitment | None] = []
+        self._committed: list[Commitment | None] = [None] * len(rows)
         self.reference = list(banks).index(reference)
-        self._newest_rx_ns = [0] * len(rows)
-        self._feeds = [
+        feeds = [
             _Feed(stream, row, served.rings[name], bank)
             for stream, (name, bank) in enumerate(banks.items())
             for row, served in enumerate(rows)
         ]
+        self._places = [
+            _Place(served, feeds[row :: len(rows)], feeds[self.reference * len(rows) + row])
+            for row, served in enumerate(rows)
+        ]
         #: of a table, those that say what a window used; then a commitment of each row
-        self.told_words = len(ROW_WORDS) * len(rows) + len(RING_WORDS) * len(self._feeds)
+        self.told_words = len(ROW_WORDS) * len(rows) + len(RING_WORDS) * len(feeds)
         action_bytes = VALUE_BYTES * self._points * self._action_dim
         self.commitment_words = (
             COMMITMENT_WORDS + -(-action_bytes // WORD_BYTES) if commitment else 0
         )
         self.table_words = self.told_words + self.commitment_words * len(rows)
         self._pieces_at = HEADER_WORDS + self.table_words
-        self._samples_at = self._pieces_at + PIECE_WORDS * len(self._feeds)
-        largest = max(feed.sample_words for feed in self._feeds)
-        everything = sum(feed.capacity * feed.sample_words for feed in self._feeds)
+        self._samples_at = self._pieces_at + PIECE_WORDS * len(feeds)
+        largest = max(feed.sample_words for feed in feeds)
+        everything = sum(feed.capacity * feed.sample_words for feed in feeds)
         room = max(largest, min(everything, BLOCK_BYTES // WORD_BYTES))
         self.block_words = self._samples_at + room
-        self._front = Struct(f"={HEADER_WORDS + self.told_words}q")
-        self._sources: Sequence[tuple[Any, ...]] = ()  # of each row, by the newest table
+        self._told: memoryview[Any] = np.zeros(self.told_words, np.int64).data  # the newest
 
     def write(
         self, block: NDArray[np.int64], sequence: int, ends_ns: Sequence[int | None]
@@ -130,36 +134,25 @@ class BlockWriter:
         Returns:
             What to send; nothing when nothing has changed since the last block.
         """
-        sources = [
-            (
-                served.session,
-                served.session_epoch,
-                end_ns,
-                served.instruction_id,
-                served.conditioning_epoch,
-                served.awaits_text or served.lacks_samples,
-            )
-            for served, end_ns in zip(self._rows, ends_ns, strict=True)
+        changed = [
+            place
+            for place, end_ns in zip(self._places, ends_ns, strict=True)
+            if (place.is_taken or place.served.session) and place.has_changed(end_ns)
         ]
-        behind = [feed for feed in self._feeds if feed.is_behind]
-        is_same = not behind and sources == self._sources
-        if is_same and not (self._points and self._has_new_commitment()):
+        if not changed and not (self._points and self._has_new_commitment()):
             return NOTHING
-        self._sources = sources
         at = self._samples_at
         pieces: list[int] = []
         frames: list[FramePiece] = []
         words: memoryview[Any] = block.data
         floats = words.cast("B").cast("f")
-        for feed in behind:
-            at = feed.pack(words, floats, at, pieces, frames)
-        is_all = not any(feed.is_behind for feed in behind)
-        header = sequence, len(pieces) // PIECE_WORDS
-        hidden = [
-            is_hidden or (bool(served.needs) and not is_all)  # what is needed may not be there yet
-            for served, (*_, is_hidden) in zip(self._rows, sources, strict=True)
-        ]
-        self._front.pack_into(words, 0, *header, *self._table(sources, hidden))
+        is_all = True
+        for place in changed:
+            for feed in place.behind:
+                at = feed.pack(words, floats, at, pieces, frames)
+            is_all = place.tell(self._told) and is_all
+        words[0], words[1] = sequence, len(pieces) // PIECE_WORDS
+        words[HEADER_WORDS : HEADER_WORDS + self.told_words] = self._told
         if self._points:
             self._commit(block[HEADER_WORDS + self.told_words : self._pieces_at])
         pack_into(f"={len(pieces)}q", words, self._pieces_at * WORD_BYTES, *pieces)
@@ -170,8 +163,9 @@ class BlockWriter:
 
         Not of a camera's: its pixels may be gone.
         """
-        for feed in self._feeds:
-            feed.sent -= not feed.is_image
+        for place in self._places:
+            if place.is_taken:
+                place.repeat()
 
     def _has_new_commitment(self) -> bool:
         pairs = zip(self._rows, self._committed, strict=True)
@@ -197,23 +191,68 @@ class BlockWriter:
             actions = words[at + COMMITMENT_WORDS : at + self.commitment_words].view(np.float32)
             actions[: n * self._action_dim] = commitment.actions[:n].ravel()
 
-    def _table(self, sources: Sequence[tuple[Any, ...]], hidden: Sequence[bool]) -> list[int]:
-        table: list[int] = []
-        rows, newest_rx_ns = len(sources), self._newest_rx_ns
-        references = self._feeds[self.reference * rows :]
-        for row, (session, session_epoch, end_ns, text, conditioning, _) in enumerate(sources):
-            ring = references[row].ring
-            if references[row].sent == ring.accepted:
-                newest_rx_ns[row] = ring.newest_rx_ns
-            end = NEWEST if end_ns is None else end_ns
-            table += session, session_epoch, end, newest_rx_ns[row], text, conditioning
-        for number, feed in enumerate(self._feeds):
-            sent, ring = feed.sent, feed.ring
-            shown = sent - ring.accepted + ring.count
-            if shown < 0 or hidden[number % rows]:
-                shown = 0
-            table += sent, shown, feed.newest_ns
-        return table
+
+class _Place:
+    """One row: what the newest table says of it, and its rings.
+
+    Args:
+        served: as follows.
+        feeds: of its rings, by stream.
+        reference: the one whose newest stamp ends a window.
+
+    Attributes:
+        is_taken: so says the newest table. While nobody has the row, nothing of it travels.
+        behind: feeds of rings that have changed since.
+    """
+
+    def __init__(self, served: RowInput, feeds: Sequence[_Feed], reference: _Feed) -> None:
+        self.served, self.is_taken = served, False
+        self.behind: Sequence[_Feed] = ()
+        self._feeds, self._reference = feeds, reference
+        self._told_at = WORD_BYTES * len(ROW_WORDS) * feeds[0].row
+        self._newest_rx_ns = 0
+        self._source: tuple[Any, ...] = ()  # what is told of it besides
+
+    def has_changed(self, end_ns: int | None) -> bool:
+        """True when the table does not say what is the case now, with this end of its window."""
+        served, before = self.served, self._source
+        self.behind = [
+            feed
+            for feed in self._feeds
+            if feed.ring.accepted != feed.sent or feed.ring.count != feed.held
+        ]
+        self._source = (
+            served.session,
+            served.session_epoch,
+            end_ns,
+            served.instruction_id,
+            served.conditioning_epoch,
+            served.awaits_text,
+        )
+        return bool(self.behind) or self._source != before
+
+    def repeat(self) -> None:
+        """As ``BlockWriter``."""
+        for feed in self._feeds:
+            feed.sent -= not feed.is_image
+
+    def tell(self, table: memoryview[Any]) -> bool:
+        """Write its words of a table; False: not all that its rings hold is sent yet."""
+        session, epoch, end_ns, text, conditioning, awaits_text = self._source
+        is_all = all(feed.sent == feed.ring.accepted for feed in self.behind)
+        is_hidden = awaits_text
+        if self.served.needs:  # what is needed may not be there yet
+            is_hidden = is_hidden or not is_all or self.served.lacks_samples
+        reference = self._reference
+        if reference.sent == reference.ring.accepted:
+            self._newest_rx_ns = reference.ring.newest_rx_ns
+        end = NEWEST if end_ns is None else end_ns
+        told = session, epoch, end, self._newest_rx_ns, text, conditioning
+        PACK_ROW(table, self._told_at, *told)
+        for feed in self._feeds:
+            feed.tell(table, is_hidden=is_hidden)
+        self.is_taken = session != 0
+        return is_all
 
 
 class _Feed:
@@ -225,7 +264,11 @@ class _Feed:
         self.held = 0  # by the ring, when it was last looked at
         self.newest_ns = ring.newest_ns
         self.capacity = bank.capacity
+        self.row = row
         self._place = (stream, row)
+        rows = len(bank.values)
+        told_at = len(ROW_WORDS) * rows + len(RING_WORDS) * (stream * rows + row)
+        self._told_at = WORD_BYTES * told_at
         self._stamps: memoryview[Any] = bank.stamps_ns[row].numpy().data
         self.is_image = bank.is_image
         self._values: memoryview[Any] = bank.values[row].view(-1).numpy().data
@@ -233,11 +276,13 @@ class _Feed:
         value_bytes = VALUE_BYTES * self._dim
         self.sample_words = 1 + -(-value_bytes // WORD_BYTES)
 
-    @property
-    def is_behind(self) -> bool:
-        """The ring has taken in samples since, or was emptied."""
-        ring = self.ring
-        return ring.accepted != self.sent or ring.count != self.held
+    def tell(self, table: memoryview[Any], *, is_hidden: bool) -> None:
+        """Write its words of a table; of a hidden ring none of the samples may be used."""
+        sent, ring = self.sent, self.ring
+        shown = sent - ring.accepted + ring.count
+        if is_hidden or shown < 0:
+            shown = 0
+        PACK_RING(table, self._told_at, sent, shown, self.newest_ns)
 
     def pack(
         self,
@@ -251,24 +296,27 @@ class _Feed:
 
         ``floats`` is the same block as ``words``.
         """
-        ring = self.ring
+        ring, capacity = self.ring, self.capacity
         accepted, self.held = ring.accepted, ring.count
-        first = max(self.sent, accepted - self.held)
-        n = min(accepted - first, (len(words) - at) // self.sample_words)
-        self.sent = first
+        first = self.sent
+        if first < accepted - self.held:  # those before are overwritten
+            self.sent = first = accepted - self.held
+        n = accepted - first
+        if n > (fit := (len(words) - at) // self.sample_words):
+            n = fit
         if n <= 0:
             return at
-        begin = first % self.capacity
-        until_wrap = min(n, self.capacity - begin)
+        begin = first % capacity
+        until_wrap = n if begin + n <= capacity else capacity - begin
         self._copy(words, floats, at, at + n, begin, until_wrap)
         if until_wrap < n:
             self._copy(words, floats, at + until_wrap, at + n, 0, n - until_wrap, until_wrap)
+        stream, row = self._place
         if self.is_image:
-            frames += [FramePiece(*self._place, number) for number in range(first, first + n)]
-        pieces += (*self._place, first, n, at * WORD_BYTES)
-        self.sent = first + n
-        is_all = self.sent == accepted
-        self.newest_ns = ring.newest_ns if is_all else self._stamps[(self.sent - 1) % self.capacity]
+            frames += [FramePiece(stream, row, number) for number in range(first, first + n)]
+        pieces += (stream, row, first, n, at * WORD_BYTES)
+        self.sent = end = first + n
+        self.newest_ns = ring.newest_ns if end == accepted else self._stamps[(end - 1) % capacity]
         return at + n * self.sample_words
 
     def _copy(

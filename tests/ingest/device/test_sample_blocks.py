@@ -228,33 +228,47 @@ def test_frames_travel_beside_the_block_and_their_stamps_in_it() -> None:
     assert frames == []
 
 
-@settings(max_examples=80, deadline=None)
+EVENTS = ["a", "b", "episode", "repeat", "ingest", "leave", "come"]
+
+
+@settings(max_examples=120, deadline=None)
 @given(
-    st.lists(
-        st.tuples(st.sampled_from(["a", "b", "episode", "repeat", "ingest"]), st.integers(1, 9)),
-        max_size=60,
-    )
+    st.lists(st.tuples(st.sampled_from(EVENTS), st.integers(1, 9), st.integers(0, 1)), max_size=60)
 )
-def test_the_twin_always_holds_the_newest_after_an_ingest(events: list[tuple[str, int]]) -> None:
-    case = open_case(stream("a", dim=2), stream("b", dim=1, rate_hz=100), capacity=7)
-    twin = Twin(case)
-    now = 0
-    for what, count in events:
-        if what == "episode":
-            case.rows[0].new_episode()
+def test_the_twin_always_holds_the_newest_after_an_ingest(
+    events: list[tuple[str, int, int]],
+) -> None:
+    case = open_case(stream("a", dim=2), stream("b", dim=1, rate_hz=100), capacity=7, rows=2)
+    twin, now, sessions = Twin(case), 0, 100
+    for what, count, row in events:
+        place = case.rows[row]
+        if what == "episode" and place.session:
+            place.new_episode()
+        elif what == "leave":
+            place.close()
+        elif what == "come" and place.session == 0:
+            sessions += 1
+            place.open(sessions)
         elif what == "repeat":
             twin.writer.repeat()
         elif what == "ingest":
             twin.ingest()
-            for name in ("a", "b"):
-                stamps, values = twin.usable(name)
-                assert stamps.tolist() == held(case, name).tolist()
-                np.testing.assert_array_equal(values, ramp(stamps, values.shape[1]))
-        else:
+            check_the_twin(twin)
+        elif what in ("a", "b") and place.session:
             stamps = at_ms(*range(now, now + count))
-            ring = case.rows[0].rings[what]
-            ring.append(stamps, ramp(stamps, ring.stream.dim), 0)
+            place.rings[what].append(stamps, ramp(stamps, place.rings[what].stream.dim), 0)
             now += count
+
+
+def check_the_twin(twin: Twin) -> None:
+    case = twin.case
+    for row, place in enumerate(case.rows):
+        words = twin.table[row * len(ROW_WORDS) :][:2].tolist()
+        assert words == [place.session, place.session_epoch]
+        for name in case.banks:
+            stamps, values = twin.usable(name, row)
+            assert stamps.tolist() == held(case, name, row).tolist()
+            np.testing.assert_array_equal(values, ramp(stamps, values.shape[1]))
 
 
 def test_what_a_robot_executes_travels_once_and_its_end_too() -> None:
@@ -406,6 +420,20 @@ def test_amid_a_backlog_a_row_that_needs_a_stream_is_hidden(
     assert twin.ingest() > 2
     shown = [book.account(table).present for table in tables]
     assert shown == [[False]] * (len(tables) - 1) + [[True]]
+    case.check()
+
+
+def test_a_backlog_of_one_robot_hides_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ppstream.ingest.device.sample_blocks.BLOCK_BYTES", 64)
+    case, tables = needing(rows=2), []
+    twin, book = Twin(case), WindowBook(case.config, case.rows, 0)
+    for name in ("a", "b"):
+        push(case, name, 1)
+        push(case, name, *range(1, 21), row=1)
+    monkeypatch.setattr(twin, "check", lambda: tables.append(twin.table.tolist()))
+    assert twin.ingest() > 2
+    shown = [book.account(table).present for table in tables]
+    assert shown == [[True, False]] * (len(tables) - 1) + [[True, True]]
     case.check()
 
 
