@@ -19,6 +19,7 @@ PERIOD_S: Final = 1.0
 SILENT_NS: Final = 2 * NS_PER_S  # no shorter wait is worth a word
 PIPE_NS: Final = 10 * NS_PER_S  # between two lines where they stay
 CLEAR: Final = "\r\x1b[K"
+NO_WRAP, WRAP = "\x1b[?7l", "\x1b[?7h"  # what is longer than a terminal's line is cut
 
 
 class Wait(NamedTuple):
@@ -32,14 +33,14 @@ class Progress:
     """A context manager around a start.
 
     Args:
-        wait: what is waited for now; None: nothing that is worth a word; it raises StopIteration
-            when the start is over.
+        wait: what is waited for at a time, monotonic ns; None: nothing that is worth a word; it
+            raises StopIteration when the start is over.
         who: the rank, for its lines.
         stream: where to.
     """
 
     def __init__(
-        self, wait: Callable[[], Wait | None], who: str, stream: TextIO | None = None
+        self, wait: Callable[[int], Wait | None], who: str, stream: TextIO | None = None
     ) -> None:
         self._wait = wait
         self._who = who
@@ -73,7 +74,7 @@ class Progress:
 
     def tick(self, now: int) -> None:
         """Say what is waited for at ``now``, monotonic ns, if it is time to."""
-        wait = self._wait()
+        wait = self._wait(now)
         if wait is None or wait.what != self._what:
             self._clear()
             self._what, self._since_ns = "" if wait is None else wait.what, now
@@ -85,7 +86,7 @@ class Progress:
         detail = wait.detail or f"for {waited_ns // NS_PER_S} s"
         text = f"ppstream: {self._who}: {wait.what}: {detail}"
         if self._is_terminal:
-            self._write(f"{CLEAR}{text}")
+            self._write(f"{CLEAR}{NO_WRAP}{text}{WRAP}")
             self._is_shown = True
         elif now - self._said_ns >= PIPE_NS:
             self._write(f"{text}\n")

@@ -66,7 +66,7 @@ def run_back(config: PipelineConfig, end: rank_exit.RankEnd, world_size: int) ->
     placement = device_ranks.place_here(config, world_size)  # rank 0 that refuses hosts no store
     with ExitStack() as stack, end.closing():
         course = rank_exit.Course(config)
-        stack.enter_context(Progress(lambda: _wait(course), f"rank {end.rank}"))
+        stack.enter_context(Progress(lambda _now: _wait(course), f"rank {end.rank}"))
         store = _join(config, course)
         end.generation = store.generation
         peer, end.run = handshake.introduce(config, store)

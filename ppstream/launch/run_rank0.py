@@ -32,8 +32,9 @@ from ppstream.ingest.intake import Intake, build_intake
 from ppstream.launch import auto_cut, device_ranks, handshake, rank_exit
 from ppstream.launch.monitoring import Monitoring
 from ppstream.launch.placement import Placement
-from ppstream.launch.progress import Progress, Wait
+from ppstream.launch.progress import Progress
 from ppstream.launch.rank0_parts import Rank0Parts, rank0_parts
+from ppstream.launch.way_to_ready import WayToReady
 from ppstream.links.factory import open_hops
 from ppstream.links.headers import ENVELOPE_HEADER, link_shape
 from ppstream.links.protocol import Hops, Neighbours
@@ -96,7 +97,7 @@ def run_front(
             launcher = open_store(timeout_s=config.liveness.handshake_s)
             end.generation = begin_generation(launcher, end.generation)
         stack.callback(rank_exit.start_watchdog(config, course, end).stop)
-        stack.enter_context(Progress(lambda: _wait(course), "rank 0"))
+        stack.enter_context(Progress(WayToReady(course), "rank 0"))
         run.describe(weights_sha256=handshake.hash_weights(config, course, launcher))
         met = None if launcher is None else _connect(config, launcher, course, end, run, stack)
         with handshake.saying_goodbye(*met[0]) if met is not None else nullcontext():
@@ -104,24 +105,6 @@ def run_front(
                 config = auto_cut.choose_cut(config, met[0], course, run)
                 placement = device_ranks.place_here(config, world_size)
             return _serve(config, placement, course, end, run, met, build, stack)
-
-
-def _wait(course: rank_exit.Course) -> Wait | None:
-    """Returns what rank 0 waits for on its way to ready.
-
-    Raises:
-        StopIteration: the way is over.
-    """
-    loop = course.loop
-    if not isinstance(loop, Rank0Loop):
-        return Wait(course.step_name) if course.step_name else None
-    if loop.phase == "warming":
-        return Wait("warming, until the period is steady", f"{loop.finished} envelopes")
-    if loop.phase == "bring-up":
-        return Wait("bring-up", loop.progress_text())
-    if loop.phase != "starting":
-        raise StopIteration
-    return None
 
 
 Met = tuple[tuple[Peer, ...], LauncherStore]  # the policy ranks, in order

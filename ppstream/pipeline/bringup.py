@@ -217,9 +217,11 @@ def _source(config: PipelineConfig, intake: Intake) -> SyntheticRobots | Recorde
 
 def warm_up(rank0: Rank0Loop, intake: Intake, source: Source) -> None:
     """Run production shapes through the real path until the period is steady."""
-    rank0.enter("warming", intake=intake, source=source, pacing=Saturated(intake.rows))
+    most = -(-rank0.config.bringup.warmup_max // WARM_BLOCK) * WARM_BLOCK
+    pacing = Saturated(intake.rows)
+    rank0.enter("warming", intake=intake, source=source, pacing=pacing, envelopes=most)
     periods_ns: list[float] = []
-    while rank0.finished < rank0.config.bringup.warmup_max and rank0.stop_reason is None:
+    while rank0.finished < most and rank0.stop_reason is None:
         began = now_ns()
         rank0.run(WARM_BLOCK)
         periods_ns.append((now_ns() - began) / WARM_BLOCK)
@@ -262,8 +264,10 @@ def run_saturated(rank0: Rank0Loop, intake: Intake, source: Source) -> None:
     """The envelopes that the gate will judge, behind the ones it will skip."""
     shape = rank0.config.pipeline
     skipped = max(WARMUP_SKIP_MIN, shape.d_in + shape.d_out + IN_STAGES + 2)
-    rank0.enter("bring-up", intake=intake, source=source, pacing=Saturated(intake.rows))
-    rank0.run(skipped + rank0.config.bringup.envelopes + SPARE)
+    total = skipped + rank0.config.bringup.envelopes + SPARE
+    pacing = Saturated(intake.rows)
+    rank0.enter("bring-up", intake=intake, source=source, pacing=pacing, envelopes=total)
+    rank0.run(total)
     rank0.write_ledger()
 
 

@@ -126,7 +126,6 @@ class Rank0Loop(Rank0):
         Returns when nothing is in flight. Raises what ends a run (``PeerLostError`` ...).
         """
         executor = self.executor
-        self._first = self.started
         self._start_limit = None if envelopes is None else self.started + envelopes
         with timeouts_on_time(), executor.running():  # of this thread, and of those it starts
             begins = executor.wait(worked=True)
@@ -136,12 +135,6 @@ class Rank0Loop(Rank0):
                 if (flight := executor.finished()) is not None:
                     self.finish(flight)  # then decode
                 begins = executor.wait(worked=begins or flight is not None)
-
-    def progress_text(self) -> str:
-        """Words how far this ``run`` is."""
-        limit = self._start_limit
-        total = "" if limit is None else f" of {limit - self._first}"
-        return f"{self.finished - self._first}{total} envelopes"
 
     def may_begin(self) -> bool:
         """True when further envelopes are wanted at all."""

@@ -103,6 +103,8 @@ class Rank0:
         self.epoch = 0
         self.started = 0  # envelopes of the whole run: the next index
         self.finished = 0
+        self.planned: int | None = None  # envelopes of this phase at most; None: not known
+        self.before: tuple[int, dict[str, int]] = 0, {}  # finished before it, and dropped
         self.counting = threading.Lock()  # what ended, and how: another thread may end envelopes
         self.intake: Intake
         self.blind_reads: Mapping[str, bool] = {}  # of the policy's parts
@@ -181,10 +183,12 @@ class Rank0:
         source: Source,
         pacing: Pacing,
         emitter: Emitter | None = None,
+        envelopes: int | None = None,
     ) -> None:
         """Change the phase between two runs of the loop: nothing is in flight now.
 
-        ``source`` fills ``intake``; without an emitter nothing reaches anybody.
+        ``source`` fills ``intake``; without an emitter nothing reaches anybody. The phase takes so
+        many ``envelopes`` at most, if it is known.
         """
         assert self.credits.in_system == 0, f"{self.credits.in_system} envelopes in flight"
         self.follow(source.fds)
@@ -192,6 +196,7 @@ class Rank0:
         self.source = source
         self.pacing = pacing
         self.emitter = emitter or NoEmitter()
+        self.planned, self.before = envelopes, (self.finished, dict(self.stage_c.dropped))
         self.change_phase(phase)
 
     def change_phase(self, phase: str) -> None:

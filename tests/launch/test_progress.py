@@ -8,7 +8,7 @@ from io import StringIO
 from robot_rig import wait_until
 
 from ppstream.core.clock import NS_PER_S
-from ppstream.launch.progress import CLEAR, Progress, Wait
+from ppstream.launch.progress import CLEAR, NO_WRAP, WRAP, Progress, Wait
 
 BUILD = "the build of my_policy:build"
 
@@ -21,7 +21,7 @@ class Terminal(StringIO):
 def told(stream: StringIO, waits: list[Wait | None]) -> str:
     """What it writes of these waits, one a second."""
     seconds = iter(waits)
-    progress = Progress(lambda: next(seconds), "rank 1", stream)
+    progress = Progress(lambda _now: next(seconds), "rank 1", stream)
     for second in range(len(waits)):
         progress.tick(second * NS_PER_S)
     return stream.getvalue()
@@ -33,8 +33,8 @@ def test_a_short_wait_is_worth_no_word() -> None:
 
 def test_a_terminal_has_one_line_that_is_written_again_and_cleared() -> None:
     lines = told(Terminal(), [*[Wait("bring-up", f"{k} of 9 envelopes") for k in range(5)], None])
-    begin = f"{CLEAR}ppstream: rank 1: bring-up: "
-    assert lines == "".join(f"{begin}{k} of 9 envelopes" for k in (2, 3, 4)) + CLEAR
+    begin = f"{CLEAR}{NO_WRAP}ppstream: rank 1: bring-up: "
+    assert lines == "".join(f"{begin}{k} of 9 envelopes{WRAP}" for k in (2, 3, 4)) + CLEAR
 
 
 def test_a_pipe_gets_whole_lines_and_few() -> None:
@@ -63,7 +63,7 @@ def test_a_terminal_that_was_closed_disturbs_nobody() -> None:
 def test_its_thread_ends_when_the_start_is_over() -> None:
     asked = threading.Event()
 
-    def wait() -> Wait | None:
+    def wait(_now: int) -> Wait | None:
         asked.set()
         raise StopIteration
 

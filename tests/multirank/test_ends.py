@@ -239,3 +239,23 @@ def test_configuration_error_is_told_once_before_anything_starts(tmp_path):
     assert text.count("pipeline.d_in") == 1
     assert "window.steps" in text
     assert not (tmp_path / "logs" / "latest").exists()
+
+
+@pytest.fixture(scope="module")
+def stopped_while_warming(tmp_path_factory):
+    """A run whose envelopes all expire, stopped once it has said so."""
+    slow = ("simulate.a_ms=200", "actions.lease_ms=30", "bringup.warmup_max=400")
+    with Ranks(tmp_path_factory.mktemp("warming"), *slow) as ranks:
+        wait_until(lambda: "s each" in ranks.output(), seconds=END_LIMIT_S, found=ranks.output)
+        ranks.processes[0].send_signal(signal.SIGINT)
+        assert ranks.wait() == [0, 0], ranks.output()
+        yield ranks
+
+
+def test_a_run_that_warms_says_how_far_it_is_and_that_its_envelopes_expire(stopped_while_warming):
+    told = stopped_while_warming.output()
+    line = re.search(r"ppstream: rank 0: warming: (\d+) of at most 400 envelopes, (.*)", told)
+    assert line, told
+    assert re.fullmatch(
+        rf"{line[1]} older than actions.lease_ms = 30, .* m?s each, .* left", line[2]
+    )
