@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Final
 
@@ -9,7 +10,7 @@ from ppstream.analysis.records import RunLog
 from ppstream.analysis.run_statistics import shown
 from ppstream.analysis.segments import JudgedSpan
 from ppstream.core.errors import OTHER_LEFT, ExitCode
-from ppstream.core.phases import SERVING
+from ppstream.core.phases import BRING_UP, ENDING, SERVING
 
 #: No failures of a rank: the verdict itself tells of those of the gate.
 AS_ASKED: Final = (ExitCode.DRAINED, ExitCode.GATE_FAIL, ExitCode.GATE_INCONCLUSIVE)
@@ -46,6 +47,33 @@ def end_sentences(run: RunLog, window: JudgedSpan) -> Iterator[str]:
         yield "run.json has no end of this run: it is still running, or was killed"
     if not has_served and (failed := failed_end(run)):
         yield failed
+    elif phase := last_before_ready(run):
+        newest = max(e.generation for e in run.events)
+        counts = Counter(e.phase for e in run.envelopes if e.generation == newest)
+        through = " and ".join(f"{n} envelopes of {shown(name)}" for name, n in counts.items())
+        how = "is, or was killed," if not run.finished else "was stopped"
+        why = f" ({shown(_end(run, 0).get('reason'))})" if run.finished else ""
+        yield f"the run {how} in {phase}{why}, before it was ready: {through or '0 envelopes'}"
+
+
+def last_before_ready(run: RunLog) -> str:
+    """The phase in which the newest start was stopped, or stands, before it was ready.
+
+    Empty: it was ready, or the gate judged it; or nothing tells of phases, or attribution was on.
+    """
+    told = [e for e in run.events if e.rank == 0 and e.name == "phase" and e.phase is not None]
+    newest = max((e.generation for e in run.events), default=0)
+    phases = [e.phase for e in told if e.generation == newest]
+    way = [phase for phase in phases if phase not in ENDING]
+    if not way or not SERVING.isdisjoint(phases) or run.config.get("mode") == "attribution":
+        return ""
+    was_stopped = _end(run, 0).get("code") == ExitCode.DRAINED
+    return str(way[-1]) if way[-1] != BRING_UP or was_stopped else ""
+
+
+def _end(run: RunLog, rank: int) -> Mapping[str, object]:
+    found = run.exits.get(str(rank))
+    return found if isinstance(found, Mapping) else {}
 
 
 def _generation(end: Mapping[str, object], newest: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from itertools import pairwise
@@ -176,6 +177,35 @@ def test_exit_codes_are_read_and_a_torn_file_says_nothing(tmp_path: Path) -> Non
     assert judge(read_run(tmp_path)).reasons == ["CONTRADICTED"]
     ends.write_text('{"0": {"code": 30,')
     assert judge(read_run(tmp_path)).exit_code == HEALTHY
+
+
+@pytest.mark.parametrize(
+    ("phases", "ends", "reasons", "says"),
+    [
+        (["warming"], None, ["TOO_FEW"], "the run is, or was killed, in warming, before it"),
+        (["warming"], {"code": 26}, ["TOO_FEW"], "rank 0 ended with 26"),
+        (["warming", "bring-up"], {"code": 0, "reason": "SIGTERM"}, ["TOO_FEW"],
+            "the run was stopped in bring-up (SIGTERM), before it was ready: 0 envelopes"),
+        (["warming", "bring-up"], None, ["MISSING_LOGS", "TOO_FEW"], "MISSING_LOGS"),
+        (["warming", "ready"], {"code": 0}, ["MISSING_LOGS", "TOO_FEW"], "MISSING_LOGS"),
+    ],
+)  # fmt: skip
+def test_a_run_that_ended_before_its_bring_up_lacks_no_lines(
+    phases: list[str], ends: Fields | None, reasons: list[str], says: str, tmp_path: Path
+) -> None:
+    golden = simulate()
+    golden.lines, golden.policy_lines = [], []
+    golden.extra += [
+        {"kind": "event", "name": "phase", "phase": phase, "t": t} for t, phase in enumerate(phases)
+    ]
+    golden.manifest["finished_utc"] = None if ends is None else "2026-01-01T00:00:00Z"
+    golden.write(tmp_path)
+    if ends is not None:
+        (tmp_path / "exit.json").write_text(json.dumps({"0": {"generation": 0} | ends}))
+    report = judge(read_run(tmp_path))
+    assert report.reasons == reasons
+    assert sentence(report, says)
+    assert render(report)
 
 
 def test_run_without_any_envelope_is_judged_not_crashed(tmp_path: Path) -> None:

@@ -12,6 +12,8 @@ import pytest
 from ranks import END_LIMIT_S, JUDGED_AGAIN, Ranks
 from robot_rig import wait_until
 
+from ppstream.analysis.judge import judge
+from ppstream.analysis.log_reader import read_run
 from ppstream.core.clock import NS_PER_S
 from ppstream.launch.run_rank0 import GOODBYE_LIMIT_NS
 from ppstream.robot.client import RobotClient
@@ -259,3 +261,13 @@ def test_a_run_that_warms_says_how_far_it_is_and_that_its_envelopes_expire(stopp
     assert re.fullmatch(
         rf"{line[1]} older than actions.lease_ms = 30, .* m?s each, .* left", line[2]
     )
+
+
+def test_a_run_stopped_while_it_warms_is_no_log_that_lacks_lines(stopped_while_warming):
+    report = judge(read_run(stopped_while_warming.directory))
+    assert report.reasons == ["TOO_FEW"]
+    through = len(stopped_while_warming.envelopes("warming"))
+    assert (
+        f"the run was stopped in warming (SIGINT), before it was ready: {through} envelopes of "
+        "warming"
+    ) in report.statements
