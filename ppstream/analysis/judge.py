@@ -49,6 +49,7 @@ from ppstream.analysis.segments import IDLE_PERIODS, JudgedSpan, select_window
 from ppstream.analysis.statements import Diagnosis, Model, in_ms, statements
 from ppstream.analysis.summary import figures, sentence
 from ppstream.analysis.thread_time import stage_cpu, unnamed
+from ppstream.analysis.unserved import unmoved
 from ppstream.analysis.verdict import (
     ACCEPTABLE,
     N_MIN,
@@ -432,6 +433,10 @@ def _service_reasons(run: RunLog, ready: list[Envelope]) -> dict[str, str]:
     oldest, chunks = _oldest(run), _chunks(run)
     if chunks is not None and chunks.late_share > LATE_MAX:
         found["SERVICE_LATE"] = str(chunks)
+    unserved = unmoved(run, lasted_ns)
+    if "SERVICE_LATE" in found:  # which says why
+        unserved.pop("SERVICE_UNEXECUTED", None)
+    found |= unserved
     if oldest is not None and oldest.is_too_old:
         age, limit = in_ms(oldest.age_ns), in_ms(oldest.limit_ns or 0)
         found["SERVICE_TOO_OLD"] = f"a robot executed an action {age} ms old, of {limit} ms allowed"

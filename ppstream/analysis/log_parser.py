@@ -32,7 +32,7 @@ from ppstream.analysis.records import (
     header_words,
 )
 from ppstream.analysis.requests import GatewayTotals, WindowRequests
-from ppstream.analysis.robot_states import RobotStates
+from ppstream.analysis.robot_states import ChunkReports, RobotStates
 from ppstream.core.errors import LogError
 from ppstream.core.quantiles import BINS
 
@@ -90,9 +90,9 @@ def parse_run(
         envelopes=tuple(sorted(joined, key=_order)),
         events=tuple(found.events),
         members={rank: tuple(lines) for rank, lines in found.members.items()},
-        ages_ns=tuple(found.ages_ns),
-        unexecuted_ages_ns=tuple(found.unexecuted_ages_ns),
-        oldest_ns=found.oldest_ns or None,
+        ages_ns=tuple(found.chunks.ages_ns),
+        unexecuted_ages_ns=tuple(found.chunks.unexecuted_ages_ns),
+        oldest_ns=found.chunks.oldest_ns or None,
         standalone=_standalone(manifest, "standalone"),
         standalone_after=_standalone(manifest, "standalone_after"),
         ledgers=tuple(part for (at, _), part in found.ledgers.items() if at == newest),
@@ -101,6 +101,8 @@ def parse_run(
         robot_states=found.states.by_session(),
         first_waits_ns=found.window_requests.first_waits_ns,
         session_gaps_ns=found.window_requests.gaps_ns,
+        session_times_ns=found.window_requests.times_ns(),
+        session_chunks=found.chunks.by_session,
         unbelievable=found.unbelievable,
         strangers=tuple(found.strangers),
         exits=exits or {},
@@ -123,9 +125,7 @@ class _Sorted:
         self._replicas = topology.replica_ranks
         self.members: dict[int, list[PolicyLine]] = {rank: [] for rank in topology.members}
         self.events: list[LogEvent] = []
-        self.ages_ns: list[int] = []
-        self.unexecuted_ages_ns: list[int] = []
-        self.oldest_ns = 0
+        self.chunks = ChunkReports()
         self.ledgers: dict[tuple[int, str], Ledger] = {}
         self.books: list[EnvelopeLedger] = []
         self.rule_counts: dict[int, RuleCounts] = {}  # by generation
@@ -173,16 +173,14 @@ class _Sorted:
             self.ignored += 1
 
     def _robot(self, line: LogLine) -> None:
-        age_ns, oldest_ns = (
-            int_of(line.fields, name, line.where) for name in ("age_ns", "oldest_ns")
+        session, age_ns, oldest_ns = (
+            int_of(line.fields, name, line.where) for name in ("session", "age_ns", "oldest_ns")
         )
         if any(ns is not None and not 0 <= ns <= AGE_MAX_NS for ns in (age_ns, oldest_ns)):
             self.unbelievable += 1
             return
-        if age_ns is not None:
-            is_executed = line.fields.get("executed") != 0
-            (self.ages_ns if is_executed else self.unexecuted_ages_ns).append(age_ns)
-        self.oldest_ns = max(self.oldest_ns, oldest_ns or 0)
+        is_executed = line.fields.get("executed") != 0
+        self.chunks.add(session or 0, age_ns, oldest_ns or 0, is_executed=is_executed)
 
     def _robot_state(self, line: LogLine) -> None:
         found = line.fields

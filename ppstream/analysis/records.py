@@ -432,6 +432,13 @@ class RobotStateLine(NamedTuple):
         return f"of {session}" if not self.robot else f"{self.robot} ({session})"
 
 
+class Chunks(NamedTuple):
+    """Chunks that a robot tells of in a session."""
+
+    executed: int
+    total: int
+
+
 @dataclass(frozen=True, slots=True)
 class RunLog:
     """Everything one run left behind, in order of generation, lane, epoch and seq."""
@@ -454,6 +461,10 @@ class RunLog:
     robot_states: tuple[RobotStateLine, ...] = ()  # by session
     first_waits_ns: Mapping[int, int] = field(default_factory=dict)  # by session, for a chunk
     session_gaps_ns: Mapping[int, int] = field(default_factory=dict)  # the longest, of rank 0
+    session_times_ns: Mapping[int, int] = field(
+        default_factory=dict
+    )  # that it had a row in service
+    session_chunks: Mapping[int, Chunks] = field(default_factory=dict)  # that its robot tells of
     unbelievable: int = 0  # reports of robots that are left out: their ages cannot be
     strangers: tuple[str, ...] = ()  # files with lines of another run, which are left out
     exits: Json = field(default_factory=dict)  # exit.json as it stands

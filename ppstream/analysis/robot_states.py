@@ -1,4 +1,4 @@
-"""Accounts of robots: the newest of each session, and those of each robot in all of them.
+"""Accounts of robots: the newest of each session, those of each robot in all of them, and chunks.
 
 Pure. A robot is known by its name; one whose log has none is another one in each session.
 """
@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from itertools import chain
 from typing import NamedTuple
 
-from ppstream.analysis.records import RobotStateLine
+from ppstream.analysis.records import Chunks, RobotStateLine
 from ppstream.analysis.requests import ROBOTS_MAX
 
 
@@ -41,6 +41,31 @@ class RobotStates:
         return tuple(self._newest.values())
 
 
+class ChunkReports:
+    """Reports of robots what became of their chunks.
+
+    Attributes:
+        ages_ns: of executed chunks.
+        unexecuted_ages_ns: of the others.
+        oldest_ns: of any single action; 0: no robot told it.
+        by_session: counts.
+    """
+
+    def __init__(self) -> None:
+        self.ages_ns: list[int] = []
+        self.unexecuted_ages_ns: list[int] = []
+        self.oldest_ns = 0
+        self.by_session: dict[int, Chunks] = {}
+
+    def add(self, session: int, age_ns: int | None, oldest_ns: int, *, is_executed: bool) -> None:
+        """Count one report."""
+        if age_ns is not None:
+            (self.ages_ns if is_executed else self.unexecuted_ages_ns).append(age_ns)
+        self.oldest_ns = max(self.oldest_ns, oldest_ns)
+        executed, total = self.by_session.get(session, (0, 0))
+        self.by_session[session] = Chunks(executed + is_executed, total + 1)
+
+
 class RobotAccount(NamedTuple):
     """A robot in all its sessions; None: none of them said it."""
 
@@ -54,10 +79,10 @@ class RobotAccount(NamedTuple):
 
 def robot_accounts(states: Iterable[RobotStateLine]) -> list[RobotAccount]:
     """Each robot, or ``ROBOTS_MAX`` that held for longest and one row of the others."""
-    robots = _by_robot(states)
+    robots = by_robot(states)
     if len(robots) > ROBOTS_MAX:
         robots.sort(key=_held_ns, reverse=True)
-    shown = [_account(_name(sessions), sessions) for sessions in robots[:ROBOTS_MAX]]
+    shown = [_account(name_of(sessions), sessions) for sessions in robots[:ROBOTS_MAX]]
     if rest := robots[ROBOTS_MAX:]:
         shown.append(_account(f"{len(rest)} others", [*chain.from_iterable(rest)]))
     return shown
@@ -65,11 +90,12 @@ def robot_accounts(states: Iterable[RobotStateLine]) -> list[RobotAccount]:
 
 def longest_held(states: Iterable[RobotStateLine]) -> RobotAccount | None:
     """The robot that held for longest in all; None without any."""
-    worst = max(_by_robot(states), key=_held_ns, default=None)
-    return None if worst is None else _account(_name(worst), worst)
+    worst = max(by_robot(states), key=_held_ns, default=None)
+    return None if worst is None else _account(name_of(worst), worst)
 
 
-def _by_robot(states: Iterable[RobotStateLine]) -> list[list[RobotStateLine]]:
+def by_robot(states: Iterable[RobotStateLine]) -> list[list[RobotStateLine]]:
+    """The sessions of each robot."""
     sessions: dict[str | int, list[RobotStateLine]] = {}
     for state in states:
         sessions.setdefault(state.robot or state.session, []).append(state)
@@ -80,7 +106,8 @@ def _held_ns(sessions: Iterable[RobotStateLine]) -> int:
     return sum(state.held_ns or 0 for state in sessions)
 
 
-def _name(sessions: list[RobotStateLine]) -> str:
+def name_of(sessions: list[RobotStateLine]) -> str:
+    """A robot for people."""
     newest, n = sessions[-1], len(sessions)
     return f"{newest.robot} ({n} sessions)" if n > 1 and newest.robot else newest.name
 

@@ -135,6 +135,11 @@ REASONS: Final[Mapping[str, tuple[str, str, str]]] = {
     "SERVICE_DROPPED": (SERVICE, "", "remove the reason that most of them name"),
     "SERVICE_LATE": (SERVICE, "", "see in runbooks/stale-actions.md what makes them late"),
     "SERVICE_UNSERVED": (SERVICE, "", "see that the robot sends every stream, also the reference"),
+    "SERVICE_UNEXECUTED": (
+        SERVICE,
+        "",
+        "see why it holds; one that plays chunks itself tells RobotClient.executed",
+    ),
     "SERVICE_TOO_OLD": (SERVICE, "", "have that robot drop actions by its clock before it acts"),
 }
 
