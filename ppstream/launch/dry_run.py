@@ -79,6 +79,7 @@ def describe(config: PipelineConfig, world_size: int, local_world_size: int | No
     lines = [
         f"ppstream {config.name}: nothing started, no problem found",
         *_placement_lines(config, placement, places),
+        *_port_lines(config, world_size),
         *_part_lines(config, placement, places, parts),
         *_device_lines(config, placement),
         *_stream_lines(config),
@@ -150,6 +151,12 @@ def _placement_lines(
     yield _row("pacing", f"{shape.pacing}{gathers}, {shape.windows} windows")
     yield _row("core", _core_text())
     yield _row("robots", _service_text(config))
+
+
+def _port_lines(config: PipelineConfig, world_size: int) -> Iterator[str]:
+    """Yields ports that ranks of one host would share: where each is, the start alone knows."""
+    for problem in rank_problems(config, world_size, world_size):
+        yield _row("ports", f"a run on one host is refused: {problem}")
 
 
 def _part_lines(

@@ -131,6 +131,17 @@ def test_text_tells_whether_the_core_is_compiled(
     assert row(describe(config(), 2), "core") == f"core {told}"
 
 
+def test_a_port_that_metrics_of_a_later_rank_have_is_told_of_one_host(given: ModuleType) -> None:
+    ports = {"metrics": {"port": 8000}, "view": {"port": 8001}}
+    assert row(describe(config(**ports), 2), "ports") == (
+        "ports a run on one host is refused: view.port: got port 8001, which metrics of rank 1 "
+        "has; want another, or 0"
+    )
+    assert "\n  ports " not in describe(config(**ports | {"view": {"port": 8002}}), 2)
+    with pytest.raises(ConfigError, match="which metrics of rank 0 has"):
+        describe(config(**ports | {"view": {"port": 8000}}), 2)
+
+
 def test_all_parts_count_a_tensor_that_several_have_once(given: ModuleType) -> None:
     middle, shared = TensorSpec("middle", (3,)), {"shared.weight": (1000, 2000)}
     front, behind = GivenPolicy(given.inputs, (middle,)), GivenPolicy((middle,), (ACTIONS,))
