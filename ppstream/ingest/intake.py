@@ -6,7 +6,6 @@ robots. So a robot may connect early, and nothing made up ever reaches a window 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from math import prod
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from ppstream.config.schema import CHANNELS
 from ppstream.core.clock import NS_PER_MS
 from ppstream.core.errors import ConfigError
+from ppstream.core.host_memory import limit_bytes
 from ppstream.ingest.ring import RingBank
 from ppstream.ingest.rows import Need, RowInput
 from ppstream.ingest.sample_ledger import Balance, SampleLedger, total
@@ -86,20 +86,20 @@ def _window_bytes(config: PipelineConfig) -> int:
 
 
 def _too_large(config: PipelineConfig) -> Iterator[str]:
-    has = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    has = limit_bytes()
     rings, window = rings_bytes(config), _window_bytes(config)
     if rings > has:
         largest = max(config.streams, key=lambda stream: _ring_bytes(config, stream))
         yield (
             f"streams: got rings of {rings / GIB:.1f} GiB for batch.rows = {config.batch.rows}, "
-            f"most of them for {largest.name!r}, want less than the {has / GIB:.1f} GiB of this "
-            "host: lower max_age_ms, max_gap_ms, a rate or the rows"
+            f"most of them for {largest.name!r}, want less than the {has / GIB:.1f} GiB that this "
+            "host or container has: lower max_age_ms, max_gap_ms, a rate or the rows"
         )
     if window > has:
         yield (
             f"window: got {window / GIB:.1f} GiB for batch.rows = {config.batch.rows}, want less "
-            f"than the {has / GIB:.1f} GiB of this host: lower window.steps, image.resize or "
-            "image.frames"
+            f"than the {has / GIB:.1f} GiB that this host or container has: lower "
+            "window.steps, image.resize or image.frames"
         )
 
 

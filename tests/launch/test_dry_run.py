@@ -18,6 +18,7 @@ from ppstream import native
 from ppstream.config import load
 from ppstream.config.schema import PipelineConfig
 from ppstream.core.errors import ConfigError
+from ppstream.core.host_memory import limit_bytes
 from ppstream.core.specs import TensorSpec
 from ppstream.cuda import startup
 from ppstream.launch.dry_run import describe
@@ -283,7 +284,8 @@ def test_what_is_larger_than_the_memory_is_refused_before_it_is_made(
         describe(config(streams=streams, window=window, batch={"rows": rows}), 2)
     (found,) = caught.value.problems
     assert found.startswith(said)
-    assert " of this host: lower " in found
+    has = f"want less than the {limit_bytes() / (1 << 30):.1f} GiB that this host or container has"
+    assert f"{has}: lower " in found
 
 
 def test_rings_of_a_camera_keep_bytes(given: ModuleType) -> None:

@@ -27,11 +27,11 @@ from ppstream.control.peer import Peer
 from ppstream.control.rendezvous import Listener, connect
 from ppstream.core.clock import NS_PER_S, now_ns
 from ppstream.core.errors import ConfigError, PeerLostError, ProtocolError, SpecError
+from ppstream.core.host_memory import available_bytes
 from ppstream.core.interpreter import set_switch_interval
 from ppstream.core.specs import TensorSpec
 from ppstream.core.waiter import Waiter
 from ppstream.links.factory import open_hops
-from ppstream.links.host import available_bytes
 from ppstream.links.protocol import Hops, InHop, Neighbours
 from ppstream.links.replicas import in_turn
 from ppstream.links.slots import BACK, FRONT, INDEX, LinkShape, SlotLayout
