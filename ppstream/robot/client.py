@@ -318,7 +318,7 @@ class RobotClient:
     def wait_conditioned(self, epoch: int, timeout_s: float) -> Conditioned | None:
         """Wait for the answer to the instruction of ``epoch``, or a newer one.
 
-        None: it did not come in time, or the client was closed.
+        Returns None when it did not come in ``timeout_s``, or the client was closed.
 
         Raises:
             PpstreamError: ``connect`` was not called.
