@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import datetime
+import errno
 import fcntl
 import json
 import os
@@ -345,14 +346,18 @@ def _cannot_write(path: Path, error: OSError) -> ConfigError:
 
 
 def check_root(root: Path) -> None:
-    """Make a folder where ``root`` is, or would be made, and remove it.
+    """Make a folder where ``root`` is, or would be made, with folders of its names, and remove it.
 
     Raises:
         ConfigError: it cannot be made; permissions alone do not tell, as on a read-only disk.
     """
     there = nearest_there(root)
+    names = [name for name in root.relative_to(there).parts if name != os.pardir]
     try:
-        tempfile.TemporaryDirectory(prefix=".ppstream-", dir=there).cleanup()
+        if names and (link := there / names[0]).is_symlink():
+            raise FileExistsError(errno.EEXIST, f"{link} is a link to {link.readlink()}, not there")
+        with tempfile.TemporaryDirectory(prefix=".ppstream-", dir=there) as tried:
+            Path(tried, *names).mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise _cannot_write(root, error) from error
 

@@ -260,6 +260,24 @@ def test_a_log_that_cannot_be_made_is_a_problem_and_trying_leaves_nothing(
     assert [*tmp_path.iterdir()] == []
 
 
+def test_a_log_below_a_link_to_nothing_or_of_a_name_too_long_is_a_problem(
+    given: ModuleType, tmp_path: Path
+) -> None:
+    link = tmp_path / "logs"
+    link.symlink_to(tmp_path / "gone")
+    for root in (link, link / "of" / "robots"):
+        with pytest.raises(ConfigError) as caught:
+            describe(config(log={"root": str(root)}), 2)
+        (found,) = caught.value.problems
+        assert found.startswith(f"log.root: cannot write to {root}: {link} is a link to {tmp_path}")
+    with pytest.raises(ConfigError, match=r"log\.root: cannot write to .*: File name too long; "):
+        describe(config(log={"root": f"{tmp_path}/new/{'x' * 300}"}), 2)
+    link.unlink()
+    link.symlink_to(tmp_path)
+    assert "no problem found" in describe(config(log={"root": f"{link}/new/../../logs"}), 2)
+    assert [*tmp_path.iterdir()] == [link]
+
+
 @pytest.mark.parametrize(
     ("stream", "rows", "steps", "said"),
     [
