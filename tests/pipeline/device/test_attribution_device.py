@@ -25,14 +25,35 @@ from ppstream.wire.rank_messages import PhaseChange
 
 ENCODE_S = 0.001
 ENVELOPES = 150
+HOLD_LIMIT_S = 10.0
 
 
 class Settling:
-    """``end_of_stream`` of the fake device's stage B; counts what it meets."""
+    """``end_of_stream`` of the fake device's stage B; counts what it meets.
 
-    def __init__(self, pipeline: DevicePipeline) -> None:
+    Until it has met a receipt that stands queued, rank 0's GPU takes each envelope to its end only
+    when the policy rank has queued the receipt of the next: so one always stands.
+    """
+
+    def __init__(self, pipeline: DevicePipeline, patch: pytest.MonkeyPatch) -> None:
         self._pipeline = pipeline
         self.calls = self.beside_waits = 0
+        self._receipts = 0
+        self._limit_s = HOLD_LIMIT_S
+        link = pipeline.policy_rank.link
+        receive = link.queue_receive
+        begin = pipeline.executor.begin
+
+        def queue_receive(index: int, stream: Any = None) -> None:
+            receive(index, stream)
+            self._receipts = index + 1
+
+        def queue_slowly(flight: Any, ends_ns: Any) -> None:
+            queue_call(pipeline.a, partial(self._hold, flight.index))
+            begin(flight, ends_ns)
+
+        patch.setattr(link, "queue_receive", queue_receive)
+        patch.setattr(pipeline.executor, "begin", queue_slowly)
 
     def __call__(self) -> None:
         done = CudaEvent()
@@ -40,6 +61,15 @@ class Settling:
         done.wait()
         self.calls += 1
         self.beside_waits += not self._pipeline.policy_rank.link.receiving.is_idle()
+
+    def _hold(self, index: int) -> None:
+        """On stage A's stream, before envelope ``index``."""
+        until = time.monotonic() + self._limit_s
+        while self.calls and not self.beside_waits and self._receipts < index + 2:
+            if time.monotonic() >= until:
+                self._limit_s = 0.0  # of the others: none will
+                return
+            time.sleep(0.001)
 
 
 def queue_blocks(self: QueuedPolicy, envelope: Any, result: Any, rows: int | None = None) -> None:
@@ -61,7 +91,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         config, NewestValues(), tmp_path, monkeypatch, runs_ahead=False
     ) as pipeline:
         rank0 = pipeline.rank0
-        settling = Settling(pipeline)
+        settling = Settling(pipeline, monkeypatch)
         log = pipeline.policy_rank.log
         log.watchers.append(Attribution(log, settling))
         rank0.on_phase.append(lambda phase: pipeline.front.send(PhaseChange(phase)))
