@@ -49,32 +49,6 @@ def ready_for_one(get_ready: Any) -> tuple[KeepWarm, Events]:
     return KeepWarm(log, get_ready), events
 
 
-def test_a_wait_has_one_dry_run_before_an_envelope_is_expected(waiter: Waiter) -> None:
-    runs: list[int] = []
-    warm, events = ready_for_one(lambda: runs.append(now_ns()))
-    began_ns = now_ns()
-    expected_ns = began_ns + 5 * NS_PER_MS
-    in_step(warm, expected_ns, 40 * NS_PER_MS)
-    assert [warm.expects(phase) for phase in ("ready", "bring-up")] == [True, False]
-    assert not warm.wait(waiter, 20 * NS_PER_MS, "ready")
-    assert now_ns() - began_ns >= 20 * NS_PER_MS
-    (ran_ns,) = runs
-    assert ran_ns >= expected_ns - AHEAD_NS
-    assert not events.told
-
-
-def test_of_envelopes_out_of_step_and_in_bring_up_there_is_none(waiter: Waiter) -> None:
-    runs: list[int] = []
-    warm, _ = ready_for_one(lambda: runs.append(1))
-    in_step(warm, now_ns() + 5 * NS_PER_MS)
-    warm.wait(waiter, 8 * NS_PER_MS, "bring-up")
-    in_step(warm, now_ns() + 5 * NS_PER_MS)
-    warm.began(now_ns())
-    assert not warm.expects("ready")
-    warm.wait(waiter, 8 * NS_PER_MS, "ready")
-    assert not runs
-
-
 class Coming:
     """A waiter on whose clock something comes ``late_ns`` after each wait began, or nothing."""
 
@@ -96,6 +70,40 @@ class Coming:
         found = self.wait(limit_ns)
         self.awake.append((began_ns, self.now_ns))
         return found
+
+
+def test_a_wait_has_one_dry_run_before_an_envelope_is_expected(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    coming, runs = Coming(monkeypatch), list[int]()
+    waiter: Any = coming
+    coming.late_ns = NS_PER_S
+
+    def get_ready() -> None:
+        runs.append(coming.now_ns)
+        coming.now_ns += 1
+
+    warm, events = ready_for_one(get_ready)
+    began_ns = coming.now_ns
+    expected_ns = began_ns + 5 * NS_PER_MS
+    in_step(warm, expected_ns, 40 * NS_PER_MS)
+    assert [warm.expects(phase) for phase in ("ready", "bring-up")] == [True, False]
+    assert not warm.wait(waiter, 20 * NS_PER_MS, "ready")
+    assert coming.now_ns >= began_ns + 20 * NS_PER_MS
+    assert runs == [expected_ns - AHEAD_NS]
+    assert not events.told
+
+
+def test_of_envelopes_out_of_step_and_in_bring_up_there_is_none(waiter: Waiter) -> None:
+    runs: list[int] = []
+    warm, _ = ready_for_one(lambda: runs.append(1))
+    in_step(warm, now_ns() + 5 * NS_PER_MS)
+    warm.wait(waiter, 8 * NS_PER_MS, "bring-up")
+    in_step(warm, now_ns() + 5 * NS_PER_MS)
+    warm.began(now_ns())
+    assert not warm.expects("ready")
+    warm.wait(waiter, 8 * NS_PER_MS, "ready")
+    assert not runs
 
 
 @pytest.mark.parametrize(
@@ -277,27 +285,34 @@ class UnreadableError(Exception):
     ],
 )
 def test_a_dry_run_before_an_envelope_that_raises_was_the_last(
-    waiter: Waiter, error: Exception, why: str
+    monkeypatch: pytest.MonkeyPatch, error: Exception, why: str
 ) -> None:
     def raises() -> None:
         raise error
 
+    coming = Coming(monkeypatch)
+    waiter: Any = coming
+    coming.late_ns = NS_PER_S
     warm, events = ready_for_one(raises)
-    in_step(warm, now_ns() + 2 * NS_PER_MS)
+    in_step(warm, coming.now_ns + 2 * NS_PER_MS)
     warm.wait(waiter, 4 * NS_PER_MS, "ready")
     assert events.told == [("keep_warm_ended", {"why": why})]
     assert not warm.expects("ready")
 
 
-def test_behind_dry_runs_before_envelopes_that_take_long_there_is_a_pause(waiter: Waiter) -> None:
-    ends_ns: list[int] = []
+def test_behind_dry_runs_before_envelopes_that_take_long_there_is_a_pause(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    coming, ends_ns = Coming(monkeypatch), list[int]()
+    waiter: Any = coming
+    coming.late_ns = NS_PER_S
 
     def takes_long() -> None:
-        time.sleep(16 * LONGEST_NS / NS_PER_S)
-        ends_ns.append(now_ns())
+        coming.now_ns += 16 * LONGEST_NS
+        ends_ns.append(coming.now_ns)
 
     warm, events = ready_for_one(takes_long)
-    in_step(warm, now_ns() + 2 * NS_PER_MS)
+    in_step(warm, coming.now_ns + 2 * NS_PER_MS)
     warm.wait(waiter, 60 * NS_PER_MS, "ready")
     assert not warm.expects("ready")
     in_step(warm, ends_ns[-1] + PAUSE_NS - NS_PER_MS, 40 * NS_PER_MS)
