@@ -1346,20 +1346,28 @@ def test_a_session_that_is_lost_while_one_asks_is_opened_again_meanwhile() -> No
 def test_chunks_that_stand_unread_when_a_client_closes_are_counted_and_reported(
     tmp_path: Path,
 ) -> None:
-    gate = threading.Event()
-    config = make_config(f"unix://{tmp_path}/here")  # what was emitted is there at once
+    reads, gate = threading.Event(), threading.Event()
+
+    def hold(_: ActionChunk) -> None:
+        reads.set()
+        gate.wait(60)
+
+    long_ns = 60 * NS_PER_S  # no chunk is late, however busy the machine is
+    # what was emitted is there at once
+    config = make_config(f"unix://{tmp_path}/here", dt_ns=long_ns // 4, lease_ns=long_ns)
     with serving(config, answers=True) as server:
-        client = make_client(server.sessions.endpoint, on_chunk=lambda _: gate.wait(60))
+        client = make_client(server.sessions.endpoint, on_chunk=hold)
         client.connect()
         assert client.wait_ready(10)
         for number in range(6):
             client.push("joints", now_ns(), [1, 2, 3])
             wait_until(lambda number=number: server.emitted > number)
+            assert reads.wait(60)  # of the first; the others stand behind it
         is_closing = threading.Thread(target=client.close)
         is_closing.start()
-        wait_until(lambda: not client.timeline.statistics().pending)  # it closes
+        wait_until(lambda: client.timeline.is_closed)
         gate.set()
-        is_closing.join(10)
+        is_closing.join(60)
         found = client.statistics()
         assert found.timeline.received == 1
         assert found.dropped == {"closed": 5}
