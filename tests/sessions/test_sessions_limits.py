@@ -169,13 +169,19 @@ def test_a_lone_robot_that_never_pauses_keeps_nobody_out() -> None:
         desk.send(loud, samples(session, next(stamps_ns)))
         other.send(encoder.encode(m.Describe(WIRE_MAJOR, WIRE_MINOR)))
         answers: list[Any] = []
-        while not answers:
-            assert desk.now_ns < 11 * NS_PER_S
+
+        def hear() -> list[Any]:
             desk.now_ns += NS_PER_MS
-            loud.send(encoder.encode(samples(session, next(stamps_ns))))
+            loud.send(encoder.encode(samples(session, next(stamps_ns))))  # always one to read
             desk.sessions.drain(desk.now_ns)
-            answers = other.drain()
-        assert isinstance(m.to_robot.decode(answers[0].body), m.Described)
+            answers.extend(other.drain())
+            return answers
+
+        # a local message is there once it was sent; elsewhere the network takes what it takes
+        while desk.sessions.endpoint.startswith("unix://") and not hear():
+            assert desk.now_ns < 11 * NS_PER_S
+        wait_until(lambda: answers or hear())
+    assert isinstance(m.to_robot.decode(answers[0].body), m.Described)
 
 
 def test_all_that_a_lone_robot_says_is_taken_in_turn_and_counted() -> None:
