@@ -140,6 +140,11 @@ class RankLauncher:
         limit_s = self._config.liveness.drain_s + CLOSE_GRACE_S + SPARE_S
         asked: list[HeldProcess] = []
         for _ in range(round(limit_s / LEAD_S)):
+            if asked and asked[0].wait_gone(0):  # however long it took to leave
+                self._end_unmet()
+            elif asked and len(asked) > self._met():  # it would take rank 0 for a lost one
+                asked[0].wait_gone(LEAD_S)
+                continue
             pid = ranks_started_by(os.getpid()).get(
                 len(asked)
             )  # rank 0, and the next a moment later
@@ -161,11 +166,15 @@ class RankLauncher:
 
         They have built nothing, and nobody told them that the run is over.
         """
-        run = self._own_run()
-        met = 0 if run is None else run.ranks_met()
+        met = self._met()
         for rank, pid in ranks_started_by(os.getpid()).items():
             if rank > met and (process := HeldProcess.of(pid)) is not None:
                 process.end()
+
+    def _met(self) -> int:
+        """Returns how many policy ranks rank 0 has met."""
+        run = self._own_run()
+        return 0 if run is None else run.ranks_met()
 
     def _own_run(self) -> Run | None:
         return Run.of_launcher(Path(self._config.log.root), os.getpid())
