@@ -62,6 +62,7 @@ class Lookout:
         self._stopped_looks_max = frozen_ms / INTERVAL_MS
         self._stopped_looks: dict[int, int] = {}  # of each rank, in a row
         self._launcher = parent_launcher(environment)
+        self._is_bereft = False  # the launcher was seen to be gone
         world_size = _world_size(environment)
         others = range(1, world_size) if end.rank == 0 else (0,)
         self._siblings = list(others) if world_size > 1 else []
@@ -98,6 +99,13 @@ class Lookout:
             self._deadline_ns = min(due_ns, self._deadline_ns or due_ns)
         os.eventfd_write(self._wake_fd, 1)
 
+    def launcher_lost(self) -> str | None:
+        """Returns why nobody is left to stop this run, also before this thread has seen it."""
+        launcher = self._launcher
+        if launcher is None or not launcher.wait_gone(0):
+            return None
+        return f"{LAUNCHER_LOST}: process {launcher.pid}, which started this rank, is gone"
+
     def clear_deadline(self) -> None:
         """Nobody has to leave by a certain moment any more."""
         with self._lock:
@@ -117,16 +125,16 @@ class Lookout:
     def _poll(self) -> None:
         poll = select.poll()
         poll.register(self._wake_fd, select.POLLIN)
-        if self._launcher is not None:
+        if self._launcher is not None and not self._is_bereft:
             poll.register(self._launcher.fileno(), select.POLLIN)
         while True:
             ready = dict(poll.poll(self._wait_ms()))
             if self._wake_fd in ready:
                 os.eventfd_read(self._wake_fd)
             if self._launcher is not None and self._launcher.fileno() in ready:
-                gone, self._launcher = self._launcher, None
-                poll.unregister(gone.fileno())
-                self._on_launcher_gone(gone)
+                self._is_bereft = True
+                poll.unregister(self._launcher.fileno())
+                self._on_launcher_gone()
             for rank in list(self._siblings):
                 self._check_sibling(rank)
             if self._heard is not None and self._is_warm:
@@ -147,9 +155,9 @@ class Lookout:
             waits.append(min(max(0, due_ns - now_ns()), POLL_NS_MAX) / NS_PER_MS)
         return min(waits, default=None)
 
-    def _on_launcher_gone(self, process: HeldProcess) -> None:
+    def _on_launcher_gone(self) -> None:
         """Nobody is left to start, stop or see this run: drain what is on its way, and leave."""
-        reason = f"{LAUNCHER_LOST}: process {process.pid}, which started this rank, is gone"
+        reason = self.launcher_lost() or LAUNCHER_LOST
         self.leave_by(LAUNCHER_GRACE_S if self._end.on_launcher_lost(reason) else 0.0)
 
     def _check_heard(self, peer: Peer) -> None:

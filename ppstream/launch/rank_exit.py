@@ -56,6 +56,8 @@ class Deadline(Protocol):
 
     def clear_deadline(self) -> None: ...
 
+    def launcher_lost(self) -> str | None: ...
+
 
 class RankEnd:
     """This rank's end, to be told once: in exit.json and as the last line on standard error.
@@ -201,7 +203,13 @@ class RankEnd:
         return min(lost, key=lambda rank: lost[rank]) if lost else None
 
     def end_of_main_thread(self, code: ExitCode, reason: str) -> tuple[ExitCode, str]:
-        """Returns this rank's end when its main thread ends with ``code``."""
+        """Returns this rank's end when its main thread ends with ``code``.
+
+        All ranks lose their launcher at once: one may hear that another left because of that before
+        its own lookout has looked.
+        """
+        if self.launcher_lost is None and self.lookout is not None:
+            self.launcher_lost = self.lookout.launcher_lost()
         if self.launcher_lost is not None and code in (ExitCode.DRAINED, ExitCode.PEER_LOST):
             return ExitCode.PEER_LOST, self.launcher_lost
         if code is ExitCode.PEER_LOST and (drained := self._how_rank0_drained()):

@@ -212,6 +212,19 @@ def test_a_loop_is_asked_to_drain_first_and_has_a_moment_for_it(
         assert end.left.wait(5)
 
 
+@pytest.mark.parametrize("code", [ExitCode.PEER_LOST, ExitCode.DRAINED])
+def test_a_rank_that_another_tells_of_its_end_first_leaves_for_the_launcher_s_all_the_same(
+    launcher: subprocess.Popen[bytes], code: ExitCode
+) -> None:
+    end = End()
+    Lookout(end, LAUNCHED, 200)  # which is never the first to look
+    assert end.end_of_main_thread(code, "rank 1 left") == (code, "rank 1 left")
+    launcher.kill()
+    wait_until(lambda: end.end_of_main_thread(code, "rank 1 left")[1] != "rank 1 left")
+    why = f"LAUNCHER_LOST: process {launcher.pid}, which started this rank, is gone"
+    assert end.end_of_main_thread(code, "rank 1 left") == (ExitCode.PEER_LOST, why)
+
+
 def test_a_launcher_that_was_gone_before_is_an_error_and_not_whoever_adopted_this_process(
     launcher: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -226,7 +226,7 @@ MUTANTS: Final = (
     Mutant(
         "the launcher is watched",
         "ppstream/launch/lookout.py",
-        "                self._on_launcher_gone(gone)\n",
+        "                self._on_launcher_gone()\n",
         "                pass\n",
         "launcher-killed",
     ),
