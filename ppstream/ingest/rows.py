@@ -70,22 +70,31 @@ class RowInput:
 
     @property
     def present(self) -> bool:
+        """True when a window can be cut that ends at the newest sample of the reference stream."""
+        return self.present_at(None)
+
+    def present_at(self, end_ns: int | None) -> bool:
         """True when a window can be cut: the row is taken, awaits no text, the reference stream has
         a sample, and no stream lacks those that are needed.
+
+        ``end_ns``: where the window ends; None: at the newest sample of the reference stream.
         """
         if self.session == 0 or self.awaits_text or self.reference.count == 0:
             return False
-        return not self.needs or not self.lacks_samples
+        return not self.needs or not self.lacks_samples(end_ns)
 
-    @property
-    def lacks_samples(self) -> bool:
-        """True when a stream has not the samples without which the policy acts blindly."""
-        return any(map(self._is_unmet, self.needs))
+    def lacks_samples(self, end_ns: int | None) -> bool:
+        """True when a stream has not the samples without which the policy acts blindly.
+
+        ``end_ns``: as ``present_at``.
+        """
+        end_ns = self.reference.newest_ns if end_ns is None else end_ns
+        return any(_is_unmet(ring, need, end_ns) for ring, need in self.needs)
 
     def lacks(self, stream: str) -> bool:
         """True when no window is cut for want of samples of ``stream``, which is needed."""
-        ring = self.rings[stream]
-        return any(need[0] is ring and self._is_unmet(need) for need in self.needs)
+        wanted, end_ns = self.rings[stream], self.reference.newest_ns
+        return any(ring is wanted and _is_unmet(ring, need, end_ns) for ring, need in self.needs)
 
     def open(self, session: int, *, is_real_time: bool = True) -> None:
         """Give the free place to ``session``; false for a recording fed at any other speed."""
@@ -108,11 +117,11 @@ class RowInput:
         self._clear(NEW_EPISODE)
         self.session_epoch += 1
 
-    def _is_unmet(self, of: tuple[SensorRing, Need]) -> bool:
-        (ring, need), end_ns = of, self.reference.newest_ns
-        return end_ns - ring.newest_at(end_ns, need.samples) > need.most_ns
-
     def _clear(self, reason: str) -> None:
         self.commitment = None
         for ring in self.rings.values():
             ring.clear(reason)
+
+
+def _is_unmet(ring: SensorRing, need: Need, end_ns: int) -> bool:
+    return end_ns - ring.newest_at(end_ns, need.samples) > need.most_ns

@@ -316,7 +316,7 @@ class WindowCutter:
         """Write whose row it is; returns its window's end, 0 when it is absent."""
         served = self._rows[row]
         reference = served.reference
-        present = views.present[row] = self._is_there[row] = served.present
+        present = views.present[row] = self._is_there[row] = served.present_at(end_ns)
         end = expires = 0
         if present:
             end = reference.newest_ns if end_ns is None else end_ns

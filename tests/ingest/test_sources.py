@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ppstream.config.schema import PipelineConfig
 from ppstream.core.errors import ConfigError
+from ppstream.ingest.rows import Need
 from ppstream.ingest.sources import RecordedSource, Source
 
 DATA = os.environ.get("PPSTREAM_TEST_DATA")
@@ -132,6 +133,27 @@ def test_scheduled_windows_end_every_dt_from_when_all_streams_have_begun(recorde
         ends += source.window_ends_ns(len(ends))
     assert ends == at_ms(*(10_025 + 20 * np.arange(source.windows))).tolist()
     assert source.exhausted
+
+
+def test_every_scheduled_window_has_the_streams_that_a_policy_needs(tmp_path: Path) -> None:
+    """Of a reference stream that is slower than the schedule, and one that begins behind it."""
+    slow, needed = at_ms(*range(10_000, 12_000, 500)), at_ms(*range(10_025, 12_000, 33))
+    arrays = {"slow.stamps_ns": slow, "needed.stamps_ns": needed}
+    arrays |= {"slow.values": ramp(slow, 1), "needed.values": ramp(needed, 1)}
+    np.savez(tmp_path / "run.npz", allow_pickle=False, **arrays)
+    case_config = config(
+        stream("slow", dim=1, rate_hz=2, reference=True),
+        stream("needed", dim=1, rate_hz=30),
+        windows="scheduled",
+    )
+    case = Input(case_config, needs={"needed": Need(40 * MS)})
+    source = RecordedSource(tmp_path / "run.npz", case_config, case.rows, None)
+    source.drain(HOST)
+    out = case.slot()
+    for number in range(source.windows):
+        case.cutter.cut(out, source.window_ends_ns(number), LEASE)
+        assert out["present"].all()
+    assert number > 140
 
 
 def test_scheduled_windows_are_taken_in_turn(recorded: Path) -> None:

@@ -100,7 +100,7 @@ class HostWindows:
         flight.owners = owners_of(self.intake.rows, info.window_end_ns, self._lease_ns)
         if self.front is None:
             return 0
-        return self.front.enqueue(flight, slot, self.front.rows_for(self.intake.rows))
+        return self.front.enqueue(flight, slot, self.front.rows_for(self.intake.rows, ends_ns))
 
     def settle(self, flight: Flight) -> None:
         info = self._infos[flight.index % len(self._windows)]

@@ -242,7 +242,7 @@ class _Place:
         is_all = all(feed.sent == feed.ring.accepted for feed in self.behind)
         is_hidden = awaits_text
         if self.served.needs:  # what is needed may not be there yet
-            is_hidden = is_hidden or not is_all or self.served.lacks_samples
+            is_hidden = is_hidden or not is_all or self.served.lacks_samples(end_ns)
         reference = self._reference
         if reference.sent == reference.ring.accepted:
             self._newest_rx_ns = reference.ring.newest_rx_ns

@@ -22,7 +22,7 @@ from ppstream.policy.compiled import compiled_parts
 from ppstream.policy.unwritten import failure
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from ppstream.config.schema import PipelineConfig
     from ppstream.cuda.driver import CudaStream
@@ -147,11 +147,15 @@ class DeviceFrontParts:
                     self._stage(self.window, slot, rows)
             torch.cuda.synchronize()
 
-    def rows_for(self, rows: Iterable[RowInput]) -> int | None:
-        """Returns the smallest size that holds the robots that are there now; None: all rows."""
+    def rows_for(self, rows: Sequence[RowInput], ends_ns: Sequence[int | None]) -> int | None:
+        """Returns the smallest size that holds the robots that are there now; None: all rows.
+
+        ``ends_ns``: of their windows, as ``enqueue``.
+        """
         if self._sizes is None:
             return None
-        return self._sizes.rows_for(bytes(row.present for row in rows))
+        present = [row.present_at(end_ns) for row, end_ns in zip(rows, ends_ns, strict=True)]
+        return self._sizes.rows_for(bytes(present))
 
     def enqueue(self, flight: Flight, slot: DeviceSlot, rows: int | None) -> int:
         """As ``DeviceStageA.enqueue``, behind the window, on its first ``rows``."""
@@ -272,7 +276,7 @@ class RingWindows:
                 self._mark(self.recorder)
         front = self.front
         tensors = (slot if front is None else front.window).tensors
-        rows = None if front is None else front.rows_for(self.intake.rows)
+        rows = None if front is None else front.rows_for(self.intake.rows, ends_ns)
         self._window.enqueue(tensors, self._stream, launch, rows)
         return 0 if front is None else front.enqueue(flight, slot, rows)
 
@@ -359,7 +363,7 @@ class QueuedWindows(StageA):
         rows, present = slot.arrays["rows"], slot.arrays["present"]
         for number, served in enumerate(self.intake.rows):  # as the window finds them
             rows[number, 0], rows[number, 1] = served.session, served.session_epoch
-            present[number] = served.present
+            present[number] = served.present_at(ends_ns[number])
         slot.words[FAILED] = 0
 
     def rehearse(self) -> None:

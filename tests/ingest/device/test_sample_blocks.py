@@ -408,6 +408,25 @@ def test_a_row_that_lacks_what_the_policy_needs_shows_no_samples_until_it_has_it
     case.check()
 
 
+@pytest.mark.parametrize(
+    ("end", "present"),
+    [(19, False), (20, True), (70, True), (71, False)],  # the reference stays at 10
+)
+def test_a_given_end_is_where_a_row_has_what_the_policy_needs_on_either_side(
+    end: int, *, present: bool
+) -> None:
+    case = needing(rows=1)
+    twin = Twin(case)
+    push(case, "a", 10)
+    push(case, "b", 20)
+    twin.ingest(end * MS)
+    taken = WindowBook(case.config, case.rows, 0).account(twin.table.tolist())
+    out = case.slot()
+    info = case.cutter.cut(out, [end * MS], 0)
+    assert taken.present == out["present"].tolist() == [present]
+    assert taken.info.window_end_ns == info.window_end_ns == [end * MS * present]
+
+
 def test_amid_a_backlog_a_row_that_needs_a_stream_is_hidden(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

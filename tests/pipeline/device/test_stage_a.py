@@ -27,6 +27,7 @@ from ppstream.pipeline.flight import Flight, Owner
 from ppstream.policy.batch_sizes import BatchSizes
 
 LEASE = 60_000_000_000
+LATER_NS = 600_000_000  # by then the first samples of a stream are too old
 
 
 class Windows:
@@ -50,7 +51,7 @@ class Windows:
     def is_idle(self) -> bool:
         return not self._tables
 
-    def ingest(self, now_ns: int) -> bool:
+    def ingest(self, now_ns: int, ends_ns: Any = None) -> bool:
         self.rings.sequence += 1
         return self.sent_whole
 
@@ -218,6 +219,24 @@ def test_a_window_that_is_queued_ends_when_the_gpu_has_cut_it(
     assert flight.owners[0].window_end_ns == 100
 
 
+def test_a_window_that_is_queued_has_the_robots_that_are_there_where_it_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(stage_a, "DeviceWindow", lambda *_, **more: Windows())
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    Event.happened = []
+    config = small_config()
+    intake = build_intake(config, {"state": True})
+    device_slot: Any = SimpleNamespace(tensors={})
+    stage = QueuedWindows(config, device_slot, torch.device("cpu"), None)  # type: ignore[arg-type]
+    stage.intake = SimpleNamespace(rows=intake.rows, banks={})  # type: ignore[assignment]
+    come(intake.rows[0], 5)
+    (slot,) = new_slots(SlotLayout(ENVELOPE_HEADER, intake.cutter.inputs, 1), 1)
+    for end_ns, present in ((1, True), (LATER_NS, False)):
+        stage.build(Flight(0, 0, 0, EnvelopeRecord()), slot, (end_ns,))
+        assert slot.arrays["present"].tolist() == [present]
+
+
 ROWS = 4
 
 
@@ -244,9 +263,9 @@ def in_front(monkeypatch: pytest.MonkeyPatch) -> Any:
         made.append(Windows(**more))
         return made[-1]
 
-    def make(sizes: BatchSizes | None) -> tuple[Any, Front, list[Windows], Any]:
+    def make(sizes: BatchSizes | None, **blind: bool) -> tuple[Any, Front, list[Windows], Any]:
         config = small_config(f"batch.rows={ROWS}")
-        intake = build_intake(config)
+        intake = build_intake(config, blind)
         layout = SlotLayout(ENVELOPE_HEADER, intake.cutter.inputs, ROWS)
         memory = torch.zeros(3 * layout.slot_bytes, dtype=torch.uint8)
         own, *slots = device_slots(memory, layout, 3)
@@ -293,6 +312,21 @@ def test_a_window_and_the_parts_behind_it_have_rows_for_the_robots_that_are_ther
     assert parts.given == [1, 1, 1, 2, None, 2, 1]
     assert window.queued == parts.given  # so nobody is in a window whom they do not compute
     assert window.is_limited
+
+
+@pytest.mark.parametrize(("end_ns", "rows"), [(1, 2), (LATER_NS, 1)])
+def test_rows_are_for_the_robots_that_are_there_where_the_window_ends(
+    in_front: Any, end_ns: int, rows: int
+) -> None:
+    stage, parts, _, slot = in_front(BatchSizes((1, 2, 4)), state=True)
+    parts.given.clear()
+    first, second, *_ = stage.intake.rows
+    come(first, 1)
+    come(second, 2)
+    imu = first.rings["imu"]
+    imu.append(np.array([LATER_NS]), np.zeros((1, imu.stream.dim), np.float32), LATER_NS)
+    stage.enqueue(Flight(0, 0, 0, EnvelopeRecord()), slot, (end_ns,) * ROWS)
+    assert parts.given == [rows]
 
 
 def test_parts_of_one_size_leave_their_windows_to_whoever_comes(in_front: Any) -> None:
