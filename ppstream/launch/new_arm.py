@@ -29,7 +29,7 @@ SIZE: Final = re.compile(r"(\d{1,4})x(\d{1,4})")
 STEPS: Final = 16  # of the window, and of a chunk
 STEP_MS: Final = 20.0  # of a chunk
 LEASE_MS: Final = 300.0
-GAP_MS: Final = 200.0  # max_gap_ms, unless it is stated
+GAP_MS: Final = 200.0  # max_gap_ms and max_age_ms, unless they are stated
 GAPS: Final = 2  # samples may be so many periods apart
 LIMIT_RAD: Final = 3.2
 LEFT: Final = 130  # exit code of who left a question unanswered, as after Ctrl-C
@@ -69,7 +69,7 @@ def toml_of(arm: Arm, target: str) -> str:
     sizes = ", ".join(f"{name} = [{arm.height}, {arm.width}]" for name in arm.cameras)
     cameras = "".join(
         f'\n[[streams]]\nname = "{name}"          # RGB, uint8 [height, width, 3]\n'
-        f"rate_hz = {arm.frame_hz:g}\n{_gap(arm.frame_hz)}"
+        f"rate_hz = {arm.frame_hz:g}\n{_apart(arm.frame_hz)}"
         f"[streams.image]\nheight = {arm.height}\nwidth = {arm.width}\n"
         for name in arm.cameras
     )
@@ -85,7 +85,7 @@ name = "{JOINTS_NAME}"
 dim = {arm.joints}
 rate_hz = {arm.rate_hz:g}
 reference = true        # its newest stamp ends the window
-{_gap(arm.rate_hz)}{cameras}
+{_apart(arm.rate_hz)}{cameras}
 [window]
 steps = {STEPS}
 dt_ms = {dt_ms:g}
@@ -120,10 +120,12 @@ port = 0                # a free one, on this host alone: for ppstream top
 """
 
 
-def _gap(rate_hz: float) -> str:
-    """A stream's ``max_gap_ms``, where its samples are too far apart for the default."""
+def _apart(rate_hz: float) -> str:
+    """A stream's ``max_gap_ms`` and ``max_age_ms``, where its samples are too far apart for the
+    defaults.
+    """
     gap_ms = GAPS * 1000 / rate_hz
-    return "" if gap_ms <= GAP_MS else f"max_gap_ms = {gap_ms:g}\n"
+    return "" if gap_ms <= GAP_MS else f"max_gap_ms = {gap_ms:g}\nmax_age_ms = {gap_ms:g}\n"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

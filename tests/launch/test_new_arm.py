@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,6 +16,7 @@ from safetensors.torch import save_file
 
 from ppstream import ConfigError
 from ppstream.config.load import locate, read
+from ppstream.ingest.intake import build_intake
 from ppstream.launch import commands, new_arm
 from ppstream.launch.new_arm import Arm, toml_of
 from ppstream_stages.new_arm.policy import build
@@ -105,6 +107,7 @@ def test_its_policy_loads_the_weights_that_the_file_names(tmp_path: Path) -> Non
         (("--joints", "14", "--cameras"), "state.values     [1, 16, 14] float32"),
         (("--cameras", "left", "--camera-size", "480x640"), "left.frames      [1, 1, 3, 480, 640]"),
         (("--rate-hz", "500", "--frame-hz", "15"), "6 values at 500 Hz"),
+        (("--frame-hz", "4", "--cameras", "top"), "top              96 x 96 RGB at 4 Hz"),
     ],
 )
 def test_its_options_are_in_the_run(
@@ -129,6 +132,17 @@ def test_a_run_of_any_rate_is_one_that_starts(rate_hz: str, tmp_path: Path) -> N
     period_ms, actions = 1000 / float(rate_hz), config.actions
     assert actions.lease_ms >= period_ms
     assert actions.horizon * actions.dt_ms >= period_ms
+
+
+def test_a_camera_of_any_rate_is_one_that_its_policy_can_be_given(tmp_path: Path) -> None:
+    """The policy reads frames blindly: each is young enough until the next one comes."""
+    toml, rates_hz = tmp_path / "arm.toml", (0.3, 1.0, 2.0, 4.0, 4.9, 5.0, 9.0, 13.9, 60.0, 1000.0)
+    for rate_hz, frame_hz in product(rates_hz, rates_hz):
+        arm = Arm("arm", 2, rate_hz, ("top",), 8, 8, frame_hz)
+        toml.write_text(toml_of(arm, "ppstream_stages.new_arm.policy:build"))
+        config = read(str(toml))
+        build_intake(config, {"state": True, "top": True})
+        assert config.cameras[0].max_age_ms > 1000 / frame_hz
 
 
 def test_all_mistakes_come_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
