@@ -38,6 +38,7 @@ RING_SAMPLES_MAX: Final = 1 << 22  # a longer ring is a mistyped rate or window
 STREAMS_MAX: Final = 256  # the wire numbers streams with one byte
 ACTIONS_MAX: Final = 1024
 HEARTBEATS_PER_FROZEN: Final = 3  # so that one late heartbeat kills nobody
+ROUNDED: Final = 1 + 1e-6  # a third of a second written in milliseconds is no longer one
 RECORDING_SUFFIXES: Final = (".npz", ".npy", ".mcap", ".ulg", ".bag")
 RECORD_SUFFIX: Final = ".mcap"
 ACTIONS_SUFFIX: Final = ".npz"
@@ -298,6 +299,8 @@ def _pacing_problems(config: PipelineConfig) -> Iterator[str]:
 def _rare_window_problems(config: PipelineConfig) -> Iterator[str]:
     """Windows so seldom that a chunk's lease is over before the next one comes: robots hold."""
     shape, lease_ms = config.pipeline, config.actions.lease_ms
+    if shape.windows == "scheduled":  # of a recording, in its own time: no robot holds
+        return
     kind, _, name = shape.pacing.partition(":")
     if kind == "tick":
         path, rate_hz = "pipeline.tick_hz", shape.tick_hz
@@ -308,7 +311,7 @@ def _rare_window_problems(config: PipelineConfig) -> Iterator[str]:
         path = f"streams[{index}].rate_hz"
     else:
         return
-    if rate_hz is not None and (period_ms := 1000 / rate_hz) > lease_ms:
+    if rate_hz is not None and (period_ms := 1000 / rate_hz) > lease_ms * ROUNDED:
         yield (
             f"{path}: got {rate_hz:g}, a chunk every {period_ms:g} ms with pacing = "
             f"{shape.pacing!r}, want at most actions.lease_ms = {lease_ms:g} between two: raise "

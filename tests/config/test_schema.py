@@ -194,6 +194,16 @@ def test_disagreement_is_named_with_its_path_and_remedy(changes: dict[str, Any],
         {"pipeline__pacing": "tick", "pipeline__tick_hz": 50.0},
         {"pipeline__pacing": "rows", "pipeline__gather_ms": 10.0},
         {"pipeline__pacing": "tick", "pipeline__tick_hz": 5.0},
+        {
+            "pipeline__pacing": "tick",
+            "pipeline__tick_hz": 30.0,
+            "actions__lease_ms": 33.333333,
+        },
+        {
+            "pipeline__pacing": "tick",
+            "pipeline__tick_hz": 1000 / 13.9,
+            "actions__lease_ms": 13.9,
+        },
         {"pipeline__pacing": "sample:pose", "actions__lease_ms": 10.0, "actions__dt_ms": 5.0},
         {"pipeline__pacing": "saturated", "actions__lease_ms": 0.9, "actions__dt_ms": 0.5},
         {"service__endpoint": "tcp://[::1]:0"},
@@ -248,6 +258,17 @@ def test_a_file_of_actions_that_cannot_be_written_is_refused_before_the_run(
     changes = {"service": {"recording": str(recording), "actions_file": str(actions)}}
     (found,) = problems(config(**changes))
     assert found == f"service.actions_file: got {str(actions)!r}, {said}"
+
+
+@pytest.mark.parametrize("pacing", [{}, {"pipeline__pacing": "tick", "pipeline__tick_hz": 4.0}])
+def test_chunks_of_a_schedule_hold_no_robot_however_short_their_lease(
+    pacing: dict[str, Any], tmp_path: Path
+) -> None:
+    recording = tmp_path / "r.npy"
+    recording.touch()
+    played = {"service": {"recording": str(recording)}, "pipeline__windows": "scheduled"}
+    short = {"actions__lease_ms": 0.9, "actions__dt_ms": 0.5}
+    assert problems(config(**played, **short, **pacing)) == []
 
 
 def test_recording_is_served_instead_of_the_demo_robot(tmp_path: Path) -> None:
