@@ -46,7 +46,7 @@ logger = logging.getLogger("ppstream")
 WHITE: Final = 255.0
 LOG_EVERY_NS: Final = NS_PER_S  # of rows that have no actions while others have
 PAUSE: Final = 10  # times the limit, between two tries of a row to connect that ran out of time
-ENOUGH: Final = 0.75  # of the limit: a try that had less says nothing of its row
+ENOUGH: Final = 0.75  # of the limit: tries that had less together say nothing of their row
 SCHEMES: Final = {"openpi": ("ws://", "wss://"), "groot": ("tcp://",)}
 
 
@@ -82,6 +82,15 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     weights: None = None  # the server has them
 
 
+class _Vain:
+    """Tries of a row to connect that ran out of time, since it was connected last."""
+
+    def __init__(self) -> None:
+        self.last_ns = 0  # end of the newest; 0: the others' had left it no time
+        self.took_ns = 0  # all of them
+        self.next_ns = 0  # end of the pause before the next
+
+
 class RemotePolicy:
     """As ``Policy``, on the CPU: a client of a policy server."""
 
@@ -90,8 +99,7 @@ class RemotePolicy:
         self.outputs = (TensorSpec("actions", (options.horizon, options.action_dim)),)
         self._options, self._open = options, open_link
         self._links: dict[int, Link] = {}
-        self._late_ns: dict[int, int] = {}  # by row: the end of a try to connect, out of time
-        self._paused_ns: dict[int, int] = {}  # by row: the next try, where that had enough time
+        self._vain: dict[int, _Vain] = {}  # by row
         self._texts = {0: options.text}
         self._told_ns = 0
         if options.instructions:
@@ -101,8 +109,7 @@ class RemotePolicy:
         """Begin a new episode of each row at the server, within the time of one call."""
         until_ns = self._until()
         for row in rows.nonzero().flatten().tolist():
-            self._late_ns.pop(row, None)
-            self._paused_ns.pop(row, None)
+            self._vain.pop(row, None)
             link = self._links.get(row)
             try:
                 if link is None or link.reset(until_ns):
@@ -171,38 +178,47 @@ class RemotePolicy:
                 else:
                     missing.append(row)
         has_asked = len(missing) + len(failed) < len(rows)
-        for row in sorted(missing, key=lambda row: self._late_ns.get(row, 0)):
+        vain = self._vain
+        for row in sorted(missing, key=lambda row: vain[row].last_ns if row in vain else 0):
             with _kept_in(failed, row):
                 self._connect(row, until_ns, may_pause=has_asked)
                 self._links[row].ask(self._request(row, window), until_ns)
                 has_asked = True
 
     def _connect(self, row: int, until_ns: int, *, may_pause: bool) -> None:
-        """Open a row's connection; one that took too long is tried seldom while others wait.
+        """Open a row's connection; one that takes too long is tried seldom while others wait.
 
-        What connects first of all, or behind its pause, shows that the server takes robots again.
+        A row that connects after it had no time to shows that the server takes robots again. One
+        that always could shows nothing of the others.
         """
         self._drop(row)
-        began_ns = now_ns()
-        if may_pause and began_ns < (next_ns := self._paused_ns.get(row, 0)):
-            left_s = (next_ns - began_ns) / NS_PER_S
+        began_ns, vain = now_ns(), self._vain.get(row)
+        if vain is not None and may_pause and began_ns < vain.next_ns:
+            left_s = (vain.next_ns - began_ns) / NS_PER_S
             raise ServerError(
                 f"no connection within policy.options.timeout_ms; the next try is in {left_s:.1f} s"
             )
         if began_ns >= until_ns:
+            if not may_pause:
+                self._vain.setdefault(row, _Vain())
             raise TimeoutError
         try:
             self._links[row] = self._open(until_ns)
         except FAILURES:
-            limit_ns = self._options.timeout_ms * NS_PER_MS
             if (ended_ns := now_ns()) >= until_ns:
-                self._late_ns[row] = ended_ns
-                if until_ns - began_ns >= ENOUGH * limit_ns:
-                    self._paused_ns[row] = ended_ns + round(PAUSE * limit_ns)
+                self._note_vain(row, began_ns, ended_ns)
             raise
-        self._late_ns.pop(row, None)
-        if row in self._paused_ns or not may_pause:
-            self._paused_ns.clear()
+        if self._vain.pop(row, None) is not None:
+            for other in self._vain.values():
+                other.took_ns = other.next_ns = 0
+
+    def _note_vain(self, row: int, began_ns: int, ended_ns: int) -> None:
+        vain = self._vain.setdefault(row, _Vain())
+        limit_ns = self._options.timeout_ms * NS_PER_MS
+        vain.last_ns = ended_ns
+        vain.took_ns += ended_ns - began_ns
+        if vain.took_ns >= ENOUGH * limit_ns:
+            vain.next_ns = ended_ns + round(PAUSE * limit_ns)
 
     def _drop(self, row: int) -> None:
         link = self._links.pop(row, None)

@@ -96,11 +96,12 @@ class OpenpiLink:
     def is_open(self) -> bool:
         """As ``Link``."""
         from websockets.exceptions import ConnectionClosed
+        from websockets.protocol import State
 
         try:
             self._connection.recv(timeout=0)
-        except TimeoutError:
-            return True
+        except TimeoutError:  # closed it may be all the same: the server has said so
+            return self._connection.protocol.state is State.OPEN
         except ConnectionClosed:
             return False
         raise ServerError("the server sent an answer that nobody asked for")

@@ -321,6 +321,63 @@ def test_a_row_that_connects_in_each_envelope_ends_no_pause_of_one_that_cannot()
         assert server.connections == 3 + 1 + 3
 
 
+# ---- rows whose server closes each connection behind its answer, or takes some alone:
+#
+#   those that connect each time | those that cannot         | who is tried
+#   one                          | one, the whole limit      | it is once, then pauses
+#   one, most of the limit       | one, what that leaves     | it is twice, then pauses
+#   all but for once             | one, once                 | each in the next envelope
+#   none                         | all, until it is back     | each in its first envelope
+#   those that stay connected    | one                       | it is once, then pauses; see above
+
+
+def served(policy: RemotePolicy, rows: int) -> list[bool]:
+    """Which rows have actions of their own request."""
+    window = window_of(rows)
+    actions = called(policy, window)
+    given = actions.isfinite().all(dim=2).all(dim=1)
+    assert torch.equal(actions[given, 0], window["state.values"][given, -1])
+    return given.tolist()
+
+
+def test_a_row_that_always_connects_ends_no_pause_of_one_that_never_does() -> None:
+    with policy_server(silent=[2]) as server, remote(server, timeout_ms=600.0) as policy:
+        for _ in range(6):
+            assert served(policy, 2) == [True, False]
+            server.hang_up()
+        assert server.connections == 6 + 1
+
+
+def test_a_row_pauses_that_never_connects_in_what_another_leaves_of_each_limit() -> None:
+    with (
+        policy_server(silent=[2, 4], opens_in_s=0.5) as server,
+        remote(server, timeout_ms=1500.0) as policy,
+    ):
+        for _ in range(5):
+            assert served(policy, 2) == [True, False]
+            server.hang_up()
+        assert server.connections == 5 + 2
+
+
+def test_rows_that_always_connect_do_so_again_after_a_time_when_one_could_not() -> None:
+    with policy_server(silent=[3]) as server, remote(server, timeout_ms=600.0) as policy:
+        assert served(policy, 2) == [True, True]
+        server.hang_up()
+        with pytest.raises(ServerError):
+            called(policy, window_of(2))
+        for _ in range(3):
+            assert served(policy, 2) == [True, True]
+            server.hang_up()
+
+
+def test_a_server_that_is_back_has_every_row_at_once_also_those_that_were_not_tried() -> None:
+    with policy_server(silent=[1, 2]) as server, remote(server, timeout_ms=600.0) as policy:
+        for _ in range(2):
+            with pytest.raises(ServerError):
+                called(policy, window_of(3))
+        assert served(policy, 3) == [True, True, True]
+
+
 def test_rows_that_connect_together_come_behind_none_that_cannot_for_ever() -> None:
     with policy_server(silent=[1, 4]) as server, remote(server, timeout_ms=600.0) as policy:
         with pytest.raises(ServerError):

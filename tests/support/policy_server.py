@@ -46,6 +46,7 @@ class PolicyServer:
         self.answer, self._spare = answer, spare
         self.seen: list[dict[str, Any]] = []
         self.connections = 0
+        self._accepted: list[ServerConnection] = []
         self.headers: list[Any] = []
         self._server = serve(self._serve, "127.0.0.1", port, compression=None, max_size=None)
         self.port = int(self._server.socket.getsockname()[1])
@@ -61,12 +62,13 @@ class PolicyServer:
         self._thread.join(10)
 
     def hang_up(self) -> None:
-        """Close the newest connection, as after a while without requests."""
-        self._newest.close(1000, "idle")
+        """Close every connection, as after a while without requests."""
+        for connection in self._accepted:
+            connection.close(1000, "idle")
 
     def _serve(self, connection: ServerConnection) -> None:
         self.connections += 1
-        self._newest = connection
+        self._accepted.append(connection)
         if self.connections in self._silent:
             with suppress(ConnectionClosed):
                 connection.recv()
