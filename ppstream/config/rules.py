@@ -297,26 +297,28 @@ def _pacing_problems(config: PipelineConfig) -> Iterator[str]:
 
 
 def _rare_window_problems(config: PipelineConfig) -> Iterator[str]:
-    """Windows so seldom that a chunk's lease is over before the next one comes: robots hold."""
+    """Windows so seldom that a chunk's lease is over before the next one comes: robots hold.
+
+    Whatever starts them, they end at samples of the reference stream.
+    """
     shape, lease_ms = config.pipeline, config.actions.lease_ms
-    if shape.windows == "scheduled":  # of a recording, in its own time: no robot holds
+    if shape.windows == "scheduled" or not config.streams:  # in a recording's time no robot holds
         return
     kind, _, name = shape.pacing.partition(":")
+    rates = [
+        (f"streams[{index}].rate_hz", stream.rate_hz)
+        for index, stream in enumerate(config.streams)
+        if stream.name in (name, config.reference.name)
+    ]
     if kind == "tick":
-        path, rate_hz = "pipeline.tick_hz", shape.tick_hz
-    elif kind == "sample" and config.streams:
-        name = name or config.reference.name
-        streams = {stream.name: (k, stream.rate_hz) for k, stream in enumerate(config.streams)}
-        index, rate_hz = streams.get(name, (0, None))
-        path = f"streams[{index}].rate_hz"
-    else:
-        return
-    if rate_hz is not None and (period_ms := 1000 / rate_hz) > lease_ms * ROUNDED:
-        yield (
-            f"{path}: got {rate_hz:g}, a chunk every {period_ms:g} ms with pacing = "
-            f"{shape.pacing!r}, want at most actions.lease_ms = {lease_ms:g} between two: raise "
-            "the rate or the lease"
-        )
+        rates.append(("pipeline.tick_hz", shape.tick_hz))
+    for path, rate_hz in rates:
+        if rate_hz is not None and (period_ms := 1000 / rate_hz) > lease_ms * ROUNDED:
+            yield (
+                f"{path}: got {rate_hz:g}, a chunk every {period_ms:g} ms with pacing = "
+                f"{shape.pacing!r}, want at most actions.lease_ms = {lease_ms:g} between two: "
+                "raise the rate or the lease"
+            )
 
 
 def _source_problems(config: PipelineConfig) -> Iterator[str]:

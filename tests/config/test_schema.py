@@ -34,6 +34,11 @@ FILMED = {
     "streams__2__dtype": "uint8",
     "streams__2__image": {"height": 4, "width": 6},
 }
+SLOW_REFERENCE: dict[str, Any] = {
+    "streams__2__reference": True,
+    "streams__2__rate_hz": 4.0,
+    "streams__2__max_gap_ms": 250.0,
+}
 
 
 def config(**changes: Any) -> PipelineConfig:
@@ -142,6 +147,22 @@ def test_plain_configuration_has_no_problem() -> None:
             {"actions__lease_ms": 0.9, "actions__dt_ms": 0.5},
             "streams[0].rate_hz: got 1000, a chunk every 1 ms with pacing = 'sample', want at most",
         ),
+        (
+            SLOW_REFERENCE | {"pipeline__pacing": "tick", "pipeline__tick_hz": 30.0},
+            "streams[2].rate_hz: got 4, a chunk every 250 ms with pacing = ",
+        ),
+        (
+            SLOW_REFERENCE | {"pipeline__pacing": "sample:pose"},
+            "streams[2].rate_hz: got 4, a chunk every 250 ms with pacing = ",
+        ),
+        (
+            SLOW_REFERENCE | {"pipeline__pacing": "free"},
+            "streams[2].rate_hz: got 4, a chunk every 250 ms with pacing = ",
+        ),
+        (
+            SLOW_REFERENCE | {"pipeline__pacing": "rows", "pipeline__gather_ms": 10.0},
+            "streams[2].rate_hz: got 4, a chunk every 250 ms with pacing = ",
+        ),
         ({"pipeline__windows": "scheduled"}, "pipeline.windows: got 'scheduled' without service"),
         ({"bringup__source": "recording"}, "bringup.recording: missing, want a file"),
         (
@@ -205,7 +226,7 @@ def test_disagreement_is_named_with_its_path_and_remedy(changes: dict[str, Any],
             "actions__lease_ms": 13.9,
         },
         {"pipeline__pacing": "sample:pose", "actions__lease_ms": 10.0, "actions__dt_ms": 5.0},
-        {"pipeline__pacing": "saturated", "actions__lease_ms": 0.9, "actions__dt_ms": 0.5},
+        {"pipeline__pacing": "saturated", "actions__lease_ms": 1.0, "actions__dt_ms": 0.5},
         {"service__endpoint": "tcp://[::1]:0"},
         {"service__endpoint": "tcp://127.0.0.1:*"},
         {"service__endpoint": "unix:///tmp/" + "x" * 97 + "/r"},
