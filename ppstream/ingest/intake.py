@@ -117,7 +117,8 @@ def needs_of(config: PipelineConfig, blind: Mapping[str, bool]) -> dict[str, Nee
                 continue
             is_alone = image is None or not is_whole or stream.is_on_request  # asks for the next
             frames = 1 if image is None or is_alone else image.frames
-            if frames > 1 or stream.name != config.reference.name:  # its newest ends the window
+            ends_windows = stream.name == config.reference.name and not _is_scheduled(config)
+            if frames > 1 or not ends_windows:  # at its newest sample
                 needs[stream.name] = Need(round(stream.max_age_ms * NS_PER_MS), frames)
     if problems := [*_optional(config, needs), *_seldom(config, needs)]:
         raise ConfigError(problems)
@@ -135,7 +136,9 @@ def _optional(config: PipelineConfig, needs: Mapping[str, Need]) -> Iterator[str
 
 
 def _seldom(config: PipelineConfig, needs: Mapping[str, Need]) -> Iterator[str]:
-    often_hz = config.reference.rate_hz or 0.0  # windows end so often
+    often_hz = config.reference.most_hz  # windows end so often
+    if _is_scheduled(config):
+        often_hz = 1000 / config.window.dt_ms
     for index, stream in enumerate(config.streams):
         if stream.name in needs and stream.rate_hz is not None and stream.rate_hz < often_hz:
             period_ms = 1000 / stream.rate_hz
@@ -146,6 +149,10 @@ def _seldom(config: PipelineConfig, needs: Mapping[str, Need]) -> Iterator[str]:
                     f"{stream.rate_hz:g}: {BLIND}, so that robots get no actions while its newest "
                     "sample is older"
                 )
+
+
+def _is_scheduled(config: PipelineConfig) -> bool:
+    return config.pipeline.windows == "scheduled"
 
 
 def stream_lines(intake: Intake) -> dict[str, dict[str, object]]:

@@ -205,6 +205,35 @@ def test_what_can_only_leave_robots_without_actions_is_refused_at_once():
         build_intake(config, {"wrist": False})  # a frame may come with each sample
 
 
+def scheduled(config):
+    shape = msgspec.structs.replace(config.pipeline, windows="scheduled")
+    return msgspec.structs.replace(config, pipeline=shape)
+
+
+def test_a_stream_is_young_enough_wherever_windows_may_end():
+    """At requests of a robot, or each ``dt_ms`` of a schedule, however seldom the reference."""
+    slow = ["streams.wrist.rate_hz=4", "streams.wrist.max_gap_ms=250"]
+    asked = ["streams.joints.rate_hz=none", "streams.joints.max_request_hz=30"]
+    seldom = ["streams.joints.rate_hz=4", "streams.joints.max_gap_ms=250"]
+    for config in (
+        load.read("two_cameras", [*slow, *asked]),
+        scheduled(load.read("two_cameras", [*slow, *seldom])),
+    ):
+        with pytest.raises(ConfigError, match="got 200 for 'wrist', want at least the 250 ms"):
+            build_intake(config, {"wrist": True})
+    build_intake(load.read("two_cameras", [*slow, *seldom]), {"wrist": True})
+
+
+def test_the_reference_stream_is_needed_where_a_schedule_ends_windows():
+    rig = Rig(scheduled(make_config()), {"state": True})
+    rig.second()
+    joints, imu = rig.row.rings["joints"], rig.row.rings["imu"]
+    last_ns, imu_ns = joints.newest_ns, joints.newest_ns + 50 * MS
+    imu.append(np.array([imu_ns]), np.zeros((1, imu.stream.dim)), imu_ns)
+    assert rig.row.present_at(last_ns + 200 * MS)
+    assert not rig.row.present_at(last_ns + 201 * MS)  # joints are too old
+
+
 def map_of(config):
     keys = {stream.name: stream.name for stream in config.streams}
     return keys | {"wrist": {"key": "wrist", "optional": True}}
