@@ -83,6 +83,7 @@ class RobotSession:
         self._resumes = 0
         self._retry_ns = self._refused_ns = RETRY_NS[0]  # behind no answer, and behind a refusal
         self._hello_ns = 0  # when the next Hello is due
+        self._pause_ns = RETRY_NS[0]  # before that
         self._spoke_ns = 0  # when something was last sent in this session
         self._stuck_ns = 0  # since when nothing could be sent; 0: it could
         self._is_told = True  # the server knows the newest instruction
@@ -101,7 +102,7 @@ class RobotSession:
     def reconnecting(self) -> Reconnecting:
         """Describes how a lost session is got back, and how long it took."""
         refusal = None if self.session or self.refused is None else self.refused.reason
-        return Reconnecting(self._attempts, self._retry_ns, refusal, self._outages.quantiles())
+        return Reconnecting(self._attempts, self._pause_ns, refusal, self._outages.quantiles())
 
     @property
     def due_ns(self) -> int:
@@ -139,7 +140,8 @@ class RobotSession:
                 self.on_lost(now_ns)
             return
         self._attempts += 1
-        self._hello_ns = now_ns + self._retry_ns
+        self._pause_ns = self._retry_ns
+        self._hello_ns = now_ns + self._pause_ns
         self._retry_ns = min(2 * self._retry_ns, RETRY_NS[1]) if sent else RETRY_NS[0]
 
     def on_sent(self, now_ns: int) -> None:
@@ -179,7 +181,8 @@ class RobotSession:
             self.phase = answer.phase
         elif isinstance(answer, Refused):
             self.refused = answer
-            self._hello_ns = max(self._hello_ns, now_ns + self._refused_ns)
+            if (due_ns := now_ns + self._refused_ns) > self._hello_ns:
+                self._hello_ns, self._pause_ns = due_ns, self._refused_ns
             self._refused_ns = min(2 * self._refused_ns, RETRY_NS[1])
         elif isinstance(answer, Conditioned):
             self.conditioned = answer

@@ -40,6 +40,7 @@ class RobotSessionIsAskedForUntilItIsHeldAndThenKept(RuleBasedStateMachine):
         self.outage_ns: int | None = None
         self.outages: list[int] = []
         self.pause_ns, self.next_hello_ns = RETRY_NS[0], 0
+        self.told_ns = RETRY_NS[0]  # the pause before the next Hello
         self.refused_ns = RETRY_NS[0]  # the pause behind a refusal
 
     # ---- time and sending ----------------------------------------------------------------------
@@ -110,7 +111,8 @@ class RobotSessionIsAskedForUntilItIsHeldAndThenKept(RuleBasedStateMachine):
     def refuse(self, reason: str) -> None:
         self.refused = m.Refused(reason, ())
         assert not self.robot.on_answer(self.refused, self.clock())
-        self.next_hello_ns = max(self.next_hello_ns, self.clock() + self.refused_ns)
+        if self.clock() + self.refused_ns > self.next_hello_ns:
+            self.next_hello_ns, self.told_ns = self.clock() + self.refused_ns, self.refused_ns
         self.refused_ns = min(2 * self.refused_ns, RETRY_NS[1])
 
     @rule(phase=phases)
@@ -210,8 +212,7 @@ class RobotSessionIsAskedForUntilItIsHeldAndThenKept(RuleBasedStateMachine):
             None if self.session or self.refused is None else self.refused.reason
         )
         assert RETRY_NS[0] <= told.pause_ns <= RETRY_NS[1]
-        if not self.session:
-            assert told.pause_ns == self.pause_ns
+        assert told.pause_ns == self.told_ns
         assert told.outage.count == len(self.outages)
         assert told.outage.max_ns == max(self.outages, default=0)
 
@@ -238,7 +239,7 @@ class RobotSessionIsAskedForUntilItIsHeldAndThenKept(RuleBasedStateMachine):
         assert (message.instruction, message.conditioning_epoch) == (self.text, self.texts)
         self.robot.was_sent(now, sent=sent)
         self.asked += 1
-        self.next_hello_ns = now + self.pause_ns
+        self.next_hello_ns, self.told_ns = now + self.pause_ns, self.pause_ns
         self.pause_ns = min(2 * self.pause_ns, RETRY_NS[1]) if sent else RETRY_NS[0]
 
     def _lost(self) -> None:
