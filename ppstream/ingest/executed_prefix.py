@@ -74,7 +74,7 @@ class PrefixWriter:
         """For windows that end at ``ends_ns``, robot clock, one of each row."""
         prefixes, delays = out[VALUES].numpy(), out[DELAY].numpy()
         for row, (served, end_ns) in enumerate(zip(self._rows, ends_ns, strict=True)):
-            commitment = served.commitment if served.present else None
+            commitment = served.commitment if served.present_at(end_ns) else None
             if commitment is None or end_ns + self._dt_ns > commitment.expires_ns:
                 prefixes[row], delays[row] = 0, 0
                 continue

@@ -48,7 +48,7 @@ def owners_of(rows: Iterable[RowInput], ends_ns: Sequence[int], lease_ns: int) -
     """Returns the owner of each row as its window is cut; for the rings' own thread."""
     return [
         Owner(
-            row.present,
+            row.present_at(end),
             (row.session, row.session_epoch),
             end,
             end + lease_ns,

@@ -14,6 +14,7 @@ from ppstream.config.schema import PipelineConfig
 from ppstream.core.errors import ConfigError
 from ppstream.ingest.rows import Need
 from ppstream.ingest.sources import RecordedSource, Source
+from ppstream.pipeline.flight import owners_of
 
 DATA = os.environ.get("PPSTREAM_TEST_DATA")
 S = 1000 * MS
@@ -151,8 +152,9 @@ def test_every_scheduled_window_has_the_streams_that_a_policy_needs(tmp_path: Pa
     source.drain(HOST)
     out = case.slot()
     for number in range(source.windows):
-        case.cutter.cut(out, source.window_ends_ns(number), LEASE)
+        info = case.cutter.cut(out, source.window_ends_ns(number), LEASE)
         assert out["present"].all()
+        assert owners_of(case.rows, info.window_end_ns, LEASE)[0].present
     assert number > 140
 
 
