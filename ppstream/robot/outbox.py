@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from ppstream.core.errors import SpecError
-from ppstream.wire.fields import MAX_PUSH_BYTES, MAX_SAMPLE_BYTES
+from ppstream.wire.fields import MAX_AXES, MAX_PUSH_BYTES, MAX_SAMPLE_BYTES
 from ppstream.wire.robot_messages import PARTS_BYTES, StreamDeclaration
 
 Values: TypeAlias = np.ndarray[Any, Any]
@@ -255,15 +255,18 @@ def _shape(dim: Dim) -> tuple[int, ...]:
 
 def _declaration(stream: Stream) -> StreamDeclaration:
     name, dim, *rest = stream
+    shape = () if isinstance(dim, int) else tuple(dim)
     declared = StreamDeclaration(name, prod(_shape(dim)), *(rest or DTYPES[:1]))
+    declared = msgspec.structs.replace(declared, shape=shape)
     if (
         min(_shape(dim), default=0) < 1
+        or len(shape) > MAX_AXES
         or declared.dtype not in DTYPES
         or declared.encoding not in ENCODINGS
     ):
         raise SpecError(
-            f"{declared}: dim must be 1 or more, dtype one of {', '.join(DTYPES)}, encoding one of "
-            f"{', '.join(ENCODINGS)}"
+            f"{declared}: dim must be 1 or more, of at most {MAX_AXES} axes, dtype one of "
+            f"{', '.join(DTYPES)}, encoding one of {', '.join(ENCODINGS)}"
         )
     size = declared.dim * np.dtype(declared.dtype).itemsize
     if size > MAX_SAMPLE_BYTES:

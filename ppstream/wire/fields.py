@@ -17,6 +17,7 @@ WIRE_MINOR: Final = 2  # rank 0 serves robots of this minor version and of the o
 
 MAX_NAME = 64
 MAX_DIM = 1 << 24  # values of one sample; a frame of a camera is the largest
+MAX_AXES = 8  # of one sample
 MAX_SAMPLE_BYTES = 3 << 20  # a camera's frame of 720 x 1280 has 2764800
 MAX_PUSH_BYTES = 1 << 20  # samples and their stamps in one message, unless one sample has more
 MAX_DETAILS = 256  # lines of a refusal

@@ -15,6 +15,7 @@ import msgspec
 from msgspec import Meta
 
 from ppstream.wire.fields import (
+    MAX_AXES,
     MAX_DETAILS,
     MAX_DIM,
     MAX_INSTRUCTION,
@@ -35,6 +36,8 @@ NO_BYTES: Final = b"\xc4\0"  # MessagePack of a binary without bytes
 BIN_16: Final = struct.Struct(">BH")  # before a binary of 256 bytes and more: its kind and length
 BIN_32: Final = struct.Struct(">BI")  # ... of 64 KiB and more
 PARTS_BYTES: Final = 4096  # of values that are not copied to be sent: a camera's, not a joint's
+
+Axes = Annotated[tuple[Annotated[int, Meta(ge=1, le=MAX_DIM)], ...], Meta(max_length=MAX_AXES)]
 
 # ---- robot -> rank 0 ------------------------------------------------------------------------
 
@@ -67,13 +70,15 @@ class StreamDeclaration(Message, frozen=True):
     """A stream that the robot announces.
 
     ``encoding`` (since 1.1) is ``raw``, or ``jpeg`` for a camera: then each message holds one
-    frame, and ``values`` its JPEG file. ``dim`` and ``dtype`` are always those of a raw sample.
+    frame, and ``values`` its JPEG file. ``dim`` and ``dtype`` are always those of a raw sample,
+    as is ``shape`` (since 1.2, not in all), where the robot has stated one.
     """
 
     name: Name
     dim: Annotated[int, Meta(ge=1, le=MAX_DIM)]
     dtype: Name
     encoding: Name = "raw"
+    shape: Axes = ()
 
 
 @final
@@ -335,9 +340,7 @@ class StreamDescription(Message, frozen=True):
     """
 
     name: Name
-    shape: Annotated[
-        tuple[Annotated[int, Meta(ge=1, le=MAX_DIM)], ...], Meta(min_length=1, max_length=8)
-    ]
+    shape: Annotated[Axes, Meta(min_length=1)]
     dtype: Name
     encodings: Annotated[tuple[Name, ...], Meta(max_length=16)] = ("raw",)
 

@@ -83,6 +83,27 @@ def test_what_is_stated_is_compared_with_what_was_learned_a_line_for_each_differ
     assert server.sessions.statistics().refused == {}
 
 
+@pytest.mark.parametrize("encoding", [(), ("jpeg",)])
+def test_a_camera_declared_with_its_axes_turned_is_refused(encoding: tuple[str, ...]) -> None:
+    """As many values: nothing but the shape tells, and its robot asks for no description."""
+    config = make_config()
+    wrist = StreamConfig(name="wrist", rate_hz=30.0, image=ImageConfig(height=4, width=2))
+    wrist = msgspec.structs.replace(wrist, dim=24, dtype="uint8")
+    with serving(msgspec.structs.replace(config, streams=(*config.streams, wrist))) as server:
+        endpoint = server.sessions.endpoint
+        turned = [*STREAMS, ("wrist", (2, 4, 3), "uint8", *encoding)]
+        with (
+            make_client(endpoint, streams=turned) as client,
+            pytest.raises(
+                HandshakeError, match=r"expected \[4, 2, 3\] uint8, got \[2, 4, 3\] uint8"
+            ),
+        ):
+            client.connect()
+        upright = [*STREAMS, ("wrist", (4, 2, 3), "uint8", *encoding)]
+        with make_client(endpoint, streams=upright) as client:
+            client.connect()
+
+
 @pytest.fixture
 def without_describe(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Servers decode what they did before there was Describe."""

@@ -64,7 +64,7 @@ def test_a_camera_s_frames_are_taken_as_they_are() -> None:
     shape = (4, 6, 3)
     outbox = Outbox([("top", shape, "uint8")], 0)
     (declared,) = outbox.declarations
-    assert declared.dim == 72
+    assert (declared.dim, declared.shape) == (72, shape)
     frames = np.arange(144, dtype=np.uint8).reshape(2, *shape)
     (one,) = outbox.add("top", 7, frames[0], 0)
     (flat,) = outbox.add("top", 7, frames[0].reshape(-1), 0)
@@ -180,6 +180,7 @@ def test_values_that_the_declared_dtype_holds_are_converted(
         [("a", 1, "int8")],
         [("a", 1), ("a", 2)],
         [("a", (1080, 1920, 3), "uint8")],
+        [("a", (1,) * 9)],
     ],
 )
 def test_streams_that_cannot_be_declared_are_refused(streams: Any) -> None:

@@ -23,6 +23,7 @@ STAMPS: Final = memoryview(bytes(range(8)))
 VALUES: Final = memoryview(bytes(range(12)))
 JOINTS: Final = m.StreamDeclaration("joints", 7, "float32")
 CAMERA: Final = m.StreamDeclaration("wrist", 150528, "uint8", "jpeg")
+CAMERA_1_2: Final = m.StreamDeclaration("wrist", 150528, "uint8", "jpeg", (224, 224, 3))
 
 FROM_ROBOT_1_0: Final[dict[str, Any]] = {
     "hello": m.Hello(1, 0, "arm", (JOINTS,), ("dx", "dy"), 11, False),
@@ -67,7 +68,9 @@ TO_ROBOT_1_1: Final[dict[str, Any]] = TO_ROBOT_1_0 | {
     "conditioned": m.Conditioned(7, 3, "too long"),
 }
 FROM_ROBOT_1_2: Final[dict[str, Any]] = FROM_ROBOT_1_1 | {
-    "hello": m.Hello(1, 2, "arm", (JOINTS, CAMERA), ("dx", "dy"), 11, False, "pick up the cube", 3),
+    "hello": m.Hello(
+        1, 2, "arm", (JOINTS, CAMERA_1_2), ("dx", "dy"), 11, False, "pick up the cube", 3
+    ),
     "robot_state": m.RobotState(7, 2, 310_000_000, 1, "stop: operator", 690_000_000),
     "describe": m.Describe(1, 2),
 }

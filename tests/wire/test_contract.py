@@ -33,6 +33,23 @@ def test_the_order_of_streams_is_the_robots_own(streams: Any) -> None:
 
 
 @pytest.mark.parametrize(
+    "streams",
+    [
+        pytest.param((JOINTS, IMU, WRIST), id="a robot that tells no shape"),
+        pytest.param(
+            (JOINTS, IMU, StreamDeclaration("wrist", 24, "uint8", shape=(4, 2, 3))), id="the run's"
+        ),
+        pytest.param(
+            (StreamDeclaration("joints", 3, "float32", shape=(1, 3)), IMU, WRIST),
+            id="of a stream whose axes are the robot's own",
+        ),
+    ],
+)
+def test_a_shape_is_compared_where_a_camera_s_is_stated(streams: Any) -> None:
+    assert differences(RUN, streams, ("dx", "dy")) == []
+
+
+@pytest.mark.parametrize(
     ("streams", "line"),
     [
         ((JOINTS, WRIST), "stream 'imu': expected [2] float64, got none"),
@@ -51,7 +68,15 @@ def test_the_order_of_streams_is_the_robots_own(streams: Any) -> None:
         ((JOINTS, IMU, IMU, WRIST), "stream 'imu': declared twice"),
         (
             (JOINTS, IMU, StreamDeclaration("wrist", 12, "uint8")),
-            "stream 'wrist': expected [24] uint8, got [12] uint8",
+            "stream 'wrist': expected [4, 2, 3] uint8, got [12] uint8",
+        ),
+        (
+            (JOINTS, IMU, StreamDeclaration("wrist", 24, "uint8", shape=(2, 4, 3))),
+            "stream 'wrist': expected [4, 2, 3] uint8, got [2, 4, 3] uint8",
+        ),
+        (
+            (JOINTS, IMU, StreamDeclaration("wrist", 24, "uint8", "jpeg", (2, 4, 3))),
+            "stream 'wrist': expected [4, 2, 3] uint8, got [2, 4, 3] uint8",
         ),
         (
             (JOINTS, IMU, StreamDeclaration("wrist", 24, "uint8", "png")),
@@ -71,7 +96,7 @@ def test_every_difference_is_a_line() -> None:
     lines = differences(RUN, (JOINTS,), ("dx",))
     assert lines == [
         "stream 'imu': expected [2] float64, got none",
-        "stream 'wrist': expected [24] uint8, got none",
+        "stream 'wrist': expected [4, 2, 3] uint8, got none",
         "actions: expected 2: ['dx', 'dy'], got 1: ['dx']",
     ]
 
