@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from ppstream.core.clock import NS_PER_MS, NS_PER_S, limit_ns, now_ns
 from ppstream.core.errors import HandshakeError, PeerLostError
 from ppstream.robot.session import HOPELESS
+from ppstream.wire.endpoints import unix_path
 
 if TYPE_CHECKING:
     from ppstream.robot.connection import RobotLink
@@ -46,7 +47,8 @@ def wait_open(link: RobotLink, timeout_s: float, say: Say | None = None) -> None
 
     def why_not() -> str:
         refused = session.refused
-        return "no answer, its ranks may still start" if refused is None else refused.reason
+        why = "no answer, its ranks may still start"
+        return why + _keys_hint(link) if refused is None else refused.reason
 
     def is_over() -> bool:
         return bool(session.session or session.is_hopeless or link.is_ended)
@@ -57,9 +59,20 @@ def wait_open(link: RobotLink, timeout_s: float, say: Say | None = None) -> None
     link.raise_end()
     if is_open:
         return
-    why = f"no answer within {timeout_s:g} s" if refused is None else refused.reason
+    why = f"no answer within {timeout_s:g} s{_keys_hint(link)}"
+    why = why if refused is None else refused.reason
     lines = [f"{link.endpoint}: no session: {why}", *(refused.details if refused else ())]
     raise (HandshakeError if why in HOPELESS else PeerLostError)("\n  ".join(lines))
+
+
+def _keys_hint(link: RobotLink) -> str:
+    """Another reason for no answer: rank 0 says nothing to whom it refuses for its keys."""
+    if unix_path(link.endpoint) is not None:
+        return ""
+    return (
+        ", or it refuses this robot's keys: 'ppstream keys public FILE.secret' there prints the "
+        "key that the robot must know, here the one that its allowed_keys must list"
+    )
 
 
 def wait_executable(link: RobotLink, timeout_s: float | None, say: Say | None = None) -> bool:

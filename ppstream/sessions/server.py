@@ -28,6 +28,7 @@ from ppstream.sessions.contract import (
     version_problem,
     welcome,
 )
+from ppstream.sessions.refused_connections import RefusedConnections
 from ppstream.sessions.requests import SessionRequests
 from ppstream.sessions.session import RawFrame, Session, SessionCounts, SessionStream
 from ppstream.sessions.table import (
@@ -118,6 +119,7 @@ class Sessions:
         self._patience_ns = 0  # until then whoever seems silent may only be unread; 0: nobody does
         self._strangers_left = STRANGER_FRAMES_PER_S
         self._counts = SessionCounts()
+        self._refused_connections = RefusedConnections(config.service)
         self._alone: _Alone | None = None
         self._look_ns = 0  # when all connections are looked at, not that of ``_alone`` alone
         self.requests = SessionRequests(config, self._table, self._counts, self._send, self._wake)
@@ -416,7 +418,8 @@ class Sessions:
         self._second_ns = now_ns + NS_PER_S
         self._strangers_left = STRANGER_FRAMES_PER_S
         self._table.refill()
-        self._counts.connections_refused = self._socket.refused()
+        self._counts.connections_refused = refused = self._socket.refused()
+        self._refused_connections.note(refused, now_ns)
         self.requests.each_second(now_ns)
 
     def _close_silent(self, now_ns: int) -> None:
