@@ -25,6 +25,9 @@ Name = Annotated[  # fits the wire and a log's key
         extra={"want": "1 to 64 letters, digits, '_', '-' or '/'"},
     ),
 ]
+RobotName = Annotated[  # as a robot says it: any text that the wire takes
+    str, Meta(pattern=r"(?s)^.{1,64}\Z", extra={"want": "1 to 64 characters"})
+]
 Target = Annotated[
     str,
     Meta(

@@ -18,10 +18,10 @@ from ppstream.config.field_types import (
     FilePath,
     Index,
     Module,
-    Name,
     NonNegative,
     PacingRule,
     Positive,
+    RobotName,
     Table,
     Text,
 )
@@ -257,7 +257,7 @@ class RecordConfig(Table, frozen=True, kw_only=True):
     queue_mb: Positive = 64.0
     """Memory for messages that wait for the disk; what comes on top is dropped and counted, frames
     first. Raise it for slow disks and many cameras."""
-    robot: Name | None = None
+    robot: RobotName | None = None
     """Robot whose samples are replayed. Set it for a recording of several robots."""
 
 

@@ -13,6 +13,8 @@ from ppstream.config.load import add_arguments, arguments_of, load, locate, read
 from ppstream.config.schema import PipelineConfig
 from ppstream.config.to_toml import as_toml
 from ppstream.core.errors import ConfigError
+from ppstream.wire.fields import encoder
+from ppstream.wire.robot_messages import Hello, from_robot
 
 PLAIN = """
 name = "arm"
@@ -179,12 +181,20 @@ def test_tables_and_lists_of_the_wrong_kind_are_named(file: Path) -> None:
     assert found[5].startswith("extra: unknown key (known: name, streams, window")
 
 
+@pytest.mark.parametrize("robot", ["openpi-1-127.0.0.1-58672", "Arm 2 (ä)", "a" * 64, "row0"])
+def test_a_recorded_robot_is_chosen_by_any_name_that_the_wire_takes(file: Path, robot: str) -> None:
+    assert read(str(file), [f"record.robot={robot}"]).record.robot == robot
+    said = Hello(1, 2, robot, (), ())
+    assert from_robot.decode(encoder.encode(said)) == said
+
+
 @pytest.mark.parametrize(
     ("override", "said"),
     [
         ("policy.target=acme.stages", "got 'acme.stages', want 'package.module:attr'"),
         ("decode.target=acme/x:build", "got 'acme/x:build', want 'package.module:attr'"),
         ("demo.robot=a b", "got 'a b', want 'package.module'"),
+        (f"record.robot={'a' * 65}", "want 1 to 64 characters"),
         ("liveness.handshake_s=0.5", "liveness.handshake_s: got 0.5, want a number, at least 1"),
         (
             "streams.imu.image={height=8, width=8, resize=[8193, 9]}",

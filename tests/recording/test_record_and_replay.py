@@ -268,19 +268,24 @@ def test_samples_that_are_not_finite_come_back_as_such(tmp_path: Path) -> None:
     assert track.stamps_ns.tolist() == stamps.tolist()
 
 
-def test_a_recording_of_two_robots_asks_whose_samples_are_meant(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "names", [("left", "right"), ("openpi-1-127.0.0.1-58672", "openpi-2-127.0.0.1-58674")]
+)
+def test_a_recording_of_two_robots_asks_whose_samples_are_meant(
+    names: tuple[str, str], tmp_path: Path
+) -> None:
     config = recording_to(tmp_path / "run.mcap", make_config(rows=2))
     rows = make_rows(config)
     recorder = begin(config)
     recorder.tap(rows)
     for number, row in enumerate(rows):
         row.open(number + 1)
-        row.robot = ("left", "right")[number]
+        row.robot = names[number]
         row.rings["imu"].append(np.array([number]), np.full((1, 2), number * 1.0), now_ns())
     recorder.close()
-    with pytest.raises(ConfigError, match="want one of left, right"):
+    with pytest.raises(ConfigError, match=f"want one of {', '.join(names)}"):
         load_recording(tmp_path / "run.mcap")
-    track = load_recording(tmp_path / "run.mcap", robot="right").tracks["imu"]
+    track = load_recording(tmp_path / "run.mcap", robot=names[1]).tracks["imu"]
     assert track.values.tolist() == [[1, 1]]
 
 
