@@ -6,6 +6,7 @@ the same is index arithmetic over the whole recording; what rings would refuse i
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
 #: whole: as grid, but each window knows all samples of its episode, also those behind its end.
 Cut = Literal["replay", "grid", "whole"]
 CUTS: Final[tuple[Cut, ...]] = ("replay", "grid", "whole")
+
+logger = logging.getLogger("ppstream")
 
 FLOAT32_MAX: Final = float(np.finfo(np.float32).max)
 STAMP_MAX: Final = 1 << 62
@@ -78,13 +81,19 @@ def episodes_of(
     config = msgspec.structs.replace(config, pipeline=pipeline, batch=BatchConfig(rows=1))
     steps = steps or config.window.steps
     if cut == "replay":
+        if recording.lost:
+            raise ConfigError(
+                [
+                    f"{path}: the recorder lost samples ({recording.lost_text}), so windows cannot "
+                    "be cut as the run's; want --content episodes, --format lerobot-v3 or another "
+                    "cut, or a recording with a larger record.queue_mb"
+                ]
+            )
         return Episodes([_episode(path, recording, config, cut, steps)], 0)
     dt_ns = round(config.window.dt_ms * NS_PER_MS)
-    if recording.lost and any(step.end_ns is None for step in recording.steps):
-        lost = recording.lost_text
-        raise ConfigError(
-            [f"{path}: the recorder lost samples ({lost}): which episode others are of is unknown"]
-        )
+    if recording.lost:
+        text = "%s: the recorder lost samples (%s), a gap like any other"
+        logger.warning(text, path, recording.lost_text)
     pieces = between_resets(recording)
     whole = [
         one

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 import msgspec
 
-from ppstream.recording.items import FrameItem, SamplesItem
+from ppstream.recording.items import Cleared, FrameItem, SamplesItem
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -57,7 +57,8 @@ class ItemQueue:
         name: in messages: the recording, the live view.
         open_sink: opens what is written to; called by the thread, since it may block.
         queue_bytes: of samples and frames that may wait.
-        items_max: that may wait, whatever their size.
+        items_max: that may wait, whatever their size; as many resets may wait above it.
+        remedy: of a queue that is too small.
     """
 
     def __init__(
@@ -66,11 +67,14 @@ class ItemQueue:
         open_sink: Callable[[], Sink],
         queue_bytes: int,
         items_max: int = QUEUE_MAX,
+        remedy: str = "make its queue larger",
     ) -> None:
         self.name = name
         self._open_sink = open_sink
         self._queue_bytes = queue_bytes
         self._items_max = items_max
+        self._remedy = remedy
+        self._is_loss_said = False
         self._queue: deque[Item] = deque()
         self._offered_bytes = 0  # of samples and frames: written by the thread that puts them,
         self._taken_bytes = 0  # and by the queue's own
@@ -90,7 +94,7 @@ class ItemQueue:
         if (
             (size and waiting + size > self._queue_bytes)
             or (isinstance(item, FrameItem) and waiting > FRAMES_SHARE * self._queue_bytes)
-            or len(self._queue) >= self._items_max
+            or len(self._queue) >= self._items_max * (1 + isinstance(item, Cleared))
             or self._failure
             or self._closing.is_set()
         ):
@@ -109,9 +113,17 @@ class ItemQueue:
             self._failure = f"the writer did not finish within {CLOSE_LIMIT_S:g} s"
         found = self.statistics()
         lost = found.dropped + found.waiting
+        self.say_loss()
         if found.failure or lost:
             why = f": {found.failure}" if found.failure else ""
             logger.warning("%s: %d items lost of %d%s", self.name, lost, lost + found.written, why)
+
+    def say_loss(self) -> None:
+        """Say once that items are lost, and the remedy; for who may wait for a log."""
+        if self._dropped and not (self._failure or self._is_loss_said):
+            self._is_loss_said = True
+            text = "%s: loses items, %d so far: the disk, the CPU or the reader is too slow; %s"
+            logger.warning(text, self.name, self._dropped, self._remedy)
 
     def statistics(self) -> QueueStatistics:
         """A copy; from any thread."""

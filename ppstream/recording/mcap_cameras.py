@@ -12,6 +12,7 @@ from ppstream.recording.camera_images import OwnImages, image_facts, need_jpeg
 from ppstream.recording.file_frames import FileFrames
 from ppstream.recording.mcap_schema import FOXGLOVE, CompressedImage
 from ppstream.recording.recording import Track
+from ppstream.recording.sample_numbers import SampleNumbers
 
 if TYPE_CHECKING:
     from ppstream.recording.mcap_messages import EncodedMessage, FilePosition
@@ -57,8 +58,7 @@ class OwnCamera:
 
     def __init__(self, path: Path, topic: str) -> None:
         self.topic = topic
-        self.end = 0  # number behind the newest frame
-        self.lost = 0  # what the recorder had to drop
+        self.numbers = SampleNumbers()
         self._path = path
         self._schema = ""
         self._size: tuple[int, int] | None = None
@@ -82,8 +82,7 @@ class OwnCamera:
         except (ValueError, msgspec.MsgspecError) as error:
             raise self._frames.unreadable(number, error) from error
         self._size = facts.size
-        self.lost += found.number - 1 - self.end
-        self.end = found.number
+        self.numbers.add(found.number - 1, 1)
         self._times.append((facts.stamp_ns, found.happened_ns))
         self._frames.add(number, found.position)
 

@@ -42,6 +42,7 @@ from ppstream.recording.recording import (
     arrivals_on_stamps_clock,
     unreadable,
 )
+from ppstream.recording.sample_numbers import SampleNumbers
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -170,11 +171,12 @@ def _of_ours(
                 one.add_frame(parts[2], path, found)
             else:
                 one.add(parts[2], DECODERS[parts[1]].decode(found.data))
+    robots = {name: one for name, one in robots.items() if one.streams}  # not who only came
     names = ", ".join(sorted(robots)) or "nobody"
     if robot is None and len(robots) > 1:
         raise ConfigError([f"record.robot: missing, want one of {names} in {path}"])
     chosen = robots.get(robot) if robot is not None else next(iter(robots.values()), None)
-    if chosen is None or not chosen.streams:
+    if chosen is None:
         raise ConfigError([f"{path}: has no samples of {robot or 'a robot'}; recorded: {names}"])
     return chosen.recording()
 
@@ -183,14 +185,12 @@ class _Stream:
     """Samples of one stream, batch by batch."""
 
     def __init__(self) -> None:
-        self.end = 0  # number behind the newest sample
-        self.lost = 0  # what the recorder had to drop
+        self.numbers = SampleNumbers()
         self._dim = 0
         self._parts: list[tuple[NDArray[Any], NDArray[Any], NDArray[Any]]] = []
 
     def add(self, batch: SampleBatch) -> None:
-        self.lost += batch.first - self.end
-        self.end = batch.first + len(batch.stamps_ns)
+        self.numbers.add(batch.first, len(batch.stamps_ns))
         self._dim = batch.dim
         stamps, received = (np.array(t, np.int64) for t in (batch.stamps_ns, batch.received_ns))
         self._parts.append((stamps, received, np.array(batch.values, np.float64)))
@@ -228,18 +228,32 @@ class _Robot:
         """With stamps as they are, and arrivals told in the robot's clock."""
         tracks = {name: stream.track() for name, stream in self.streams.items()}
         shifted = arrivals_on_stamps_clock(tracks)
-        lost = {name: stream.lost for name, stream in self.streams.items() if stream.lost}
+        lost = {
+            name: stream.numbers.lost
+            for name, stream in self.streams.items()
+            if stream.numbers.lost
+        }
         cameras = [one for one in self.streams.values() if isinstance(one, OwnCamera)]
         images = {camera.topic: camera.count for camera in cameras}
-        return Recording(shifted, self._whole_steps(), lost, self._name, images)
-
-    def _whole_steps(self) -> list[RecordedStep]:
-        """In order, and only those whose samples are all in the file."""
-        return [
-            step
+        steps = [
+            step._replace(samples=self._held(step)) if step.end_ns is None else step
             for step in self._steps
-            if all(
-                name in self.streams and self.streams[name].end >= count
-                for name, count in step.samples.items()
-            )
+            if step.end_ns is None or (not lost and self._is_whole(step))
         ]
+        return Recording(shifted, steps, lost, self._name, images)
+
+    def _is_whole(self, step: RecordedStep) -> bool:
+        """True when all samples of a window are in the file."""
+        return all(
+            name in self.streams and self.streams[name].numbers.end >= count
+            for name, count in step.samples.items()
+        )
+
+    def _held(self, step: RecordedStep) -> dict[str, int]:
+        """Samples before a reset that are in the file."""
+        counts = step.samples.items()
+        return {
+            name: self.streams[name].numbers.held(count)
+            for name, count in counts
+            if name in self.streams
+        }

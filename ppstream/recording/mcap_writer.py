@@ -100,10 +100,19 @@ def open_recorder(
         if keeps_frames and form == "jpeg":
             need_jpeg("record.frames")
         file, size = Path(record.file), round(record.queue_mb * MB)
-        recording = ItemQueue("recording", lambda: RecordFile(file, config, run_id, form), size)
+        remedy = f"raise record.queue_mb ({record.queue_mb:g} MB)"
+        if keeps_frames:
+            other = "jpeg" if form == "raw" else "none"
+            remedy += f', or set record.frames = "{other}"'
+        recording = ItemQueue(
+            "recording", lambda: RecordFile(file, config, run_id, form), size, remedy=remedy
+        )
     if view_fd is not None:
         size = round(config.view.queue_mb * MB)
-        view = ItemQueue("live view", lambda: RecordFile(view_fd, config, run_id), size, VIEW_ITEMS)
+        remedy = f"raise view.queue_mb ({config.view.queue_mb:g} MB)"
+        view = ItemQueue(
+            "live view", lambda: RecordFile(view_fd, config, run_id), size, VIEW_ITEMS, remedy
+        )
     most = names_max(config)
     return Recorder(recording, view, keeps_frames=keeps_frames, names_max=most)
 

@@ -174,9 +174,13 @@ class Recorder:
             self.view.put(EnvelopeItem(at_ns, record))
 
     def losses(self) -> list[dict[str, Any]]:
-        """Fields of an event for each queue that began or ceased to drop since the last call."""
+        """Fields of an event for each queue that began or ceased to drop since the last call.
+
+        A queue's first loss is said, too.
+        """
         news = []
         for queue in self.queues:
+            queue.say_loss()
             found = queue.statistics()
             is_dropping = found.dropped > self._dropped[queue]
             self._dropped[queue] = found.dropped

@@ -30,9 +30,10 @@ REMEDY: Final = (
     'limits, device and machine, and frames as record.frames = "raw"'
 )
 MISSING: Final = (
-    "a window without a chunk: with several ranks a reset drops what is in flight, so replay with "
-    "--nproc 1"
+    "a window without a chunk: replay with pipeline.windows = 'scheduled', and with --nproc 1, "
+    "since with several ranks a reset drops what is in flight"
 )
+EMPTY: Final = "the replay holds no chunk at all: the run that wrote it ended before, and said why"
 
 
 class Repeated(NamedTuple):
@@ -43,6 +44,7 @@ class Repeated(NamedTuple):
     equal: int  # bit for bit
     missing: int  # the replay has no chunk of this window
     largest: float  # difference of an action, in its unit; nan: another horizon or width
+    replayed: int  # chunks that the replay holds
 
     @property
     def is_whole(self) -> bool:
@@ -58,7 +60,7 @@ class Repeated(NamedTuple):
             lines.append(REMEDY)
         if self.missing:
             lines[0] += f", {self.missing} are not in the replay"
-            lines.append(MISSING)
+            lines.append(MISSING if self.replayed else EMPTY)
         return "\n".join(lines)
 
 
@@ -76,6 +78,7 @@ def compare_actions(recording: Path, replay: Path, robot: str | None = None) -> 
     """
     sent = _sent(recording, robot)
     again = _again(replay)
+    replayed = sum(map(len, again.values()))
     equal = missing = 0
     largest = 0.0
     for chunk in sent.chunks:
@@ -91,7 +94,7 @@ def compare_actions(recording: Path, replay: Path, robot: str | None = None) -> 
             largest = float(np.maximum(largest, difference))
         else:
             largest = float("nan")
-    return Repeated(sent.robot, len(sent.chunks), equal, missing, largest)
+    return Repeated(sent.robot, len(sent.chunks), equal, missing, largest, replayed)
 
 
 class _Sent(NamedTuple):

@@ -82,7 +82,10 @@ def schedule_of(path: str | Path, recording: Recording, config: PipelineConfig) 
     if is_scheduled and recording.lost:
         lost = recording.lost_text
         raise ConfigError(
-            [f"{path}: the recorder lost samples ({lost}), want pipeline.windows = 'live' for it"]
+            [
+                f"{path}: the recorder lost samples ({lost}), so its windows cannot be repeated, "
+                "want pipeline.windows = 'live', or a recording with a larger record.queue_mb"
+            ]
         )
     if is_scheduled and any(step.end_ns is not None for step in recording.steps):
         return AsCut(recording)

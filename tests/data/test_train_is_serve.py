@@ -347,14 +347,32 @@ def test_a_robot_s_clock_may_begin_anew_with_each_episode(tmp_path: Path, cut: A
         assert 1000 * number <= values[0] < 1000 * number + 100
 
 
-def test_episodes_of_a_recorder_that_lost_samples_are_refused(tmp_path: Path) -> None:
-    """Resets count all that came: the episodes behind would begin too late, and mix."""
+@pytest.mark.parametrize("cut", ["grid", "whole"])
+def test_episodes_of_a_recorder_that_lost_samples_begin_where_they_did(
+    tmp_path: Path, cut: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Resets count all that came: by those that are left the episodes behind would mix."""
     path = tmp_path / "run.mcap"
     settings = write_episodes(path, lost=10)
     recording = load_recording(path).select(settings.streams)
-    for cut in ("grid", "whole"):
-        with pytest.raises(ConfigError, match=r"lost samples \(10 of 'joints'\): which episode"):
-            episodes_of(path, recording, settings, cut)
+    found = episodes_of(path, recording, settings, cut).episodes
+    assert [len(one.columns["joints"].stamps_ns) for one in found] == [90, 100, 100]
+    for number, episode in enumerate(found):
+        values = episode.columns["joints"].values[:, 0]
+        assert (values[0], values[-1]) == (1000 * number, 1000 * number + 99)
+    assert "the recorder lost samples (10 of 'joints'), a gap like any other" in caplog.text
+
+
+def test_windows_of_a_run_whose_recorder_lost_samples_name_what_can_be_made_of_it(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "run.mcap"
+    settings = write_episodes(path, lost=10)
+    recording = load_recording(path).select(settings.streams)
+    with pytest.raises(
+        ConfigError, match=r"\(10 of 'joints'\).*; want --content episodes, --format"
+    ):
+        episodes_of(path, recording, settings, "replay")
 
 
 def test_whole_episodes_interpolate_where_live_windows_hold(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from mcap.reader import make_reader
 from mcap.records import Channel, Chunk, ChunkIndex, DataEnd, Header, Message, Schema, Statistics
 from mcap.stream_reader import StreamReader
 from pipeline_in_process import NewestValues, PipelineInProcess, small_config
+from recording_files import with_camera
 from robot_rig import MS, file_size_limit, make_chunk, make_config, make_rows, wait_until
 
 from ppstream.config.schema import PipelineConfig, RecordConfig
@@ -282,8 +283,9 @@ def test_a_recording_of_two_robots_asks_whose_samples_are_meant(
         row.open(number + 1)
         row.robot = names[number]
         row.rings["imu"].append(np.array([number]), np.full((1, 2), number * 1.0), now_ns())
+    recorder.cleared("guest", "session")  # who sent no sample is no choice
     recorder.close()
-    with pytest.raises(ConfigError, match=f"want one of {', '.join(names)}"):
+    with pytest.raises(ConfigError, match=f"want one of {', '.join(names)} in "):
         load_recording(tmp_path / "run.mcap")
     track = load_recording(tmp_path / "run.mcap", robot=names[1]).tracks["imu"]
     assert track.values.tolist() == [[1, 1]]
@@ -442,7 +444,9 @@ def test_a_full_disk_ends_the_recording_whole_and_nothing_else(
     assert len(track.stamps_ns) % 500 == 0
 
 
-def test_samples_that_the_recorder_lost_are_told_and_forbid_exact_repeats(tmp_path: Path) -> None:
+def test_samples_that_the_recorder_lost_are_told_and_forbid_exact_repeats(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     config = recording_to(tmp_path / "run.mcap", make_config(), queue_mb=0.004)
     rows = make_rows(config)
     rows[0].open(1)
@@ -458,8 +462,40 @@ def test_samples_that_the_recorder_lost_are_told_and_forbid_exact_repeats(tmp_pa
     recorder.close()
     dropped = recorder.recording.statistics().dropped
     assert 0 < dropped < 20
+    assert [one.getMessage() for one in caplog.records] == [
+        f"recording: loses items, {dropped} so far: the disk, the CPU or the reader is too slow; "
+        "make its queue larger",
+        f"recording: {dropped} items lost of 21",
+    ]
     recording = load_recording(tmp_path / "run.mcap")
     assert recording.lost == {"joints": 50 * dropped}
+
+
+@pytest.mark.parametrize(("frames", "remedy"), [("raw", "jpeg"), ("jpeg", "none"), ("none", None)])
+def test_the_first_loss_is_said_once_with_what_to_set(
+    frames: str, remedy: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The file is a pipe that nobody reads yet."""
+    pipe = tmp_path / "live"
+    os.mkfifo(pipe)
+    config = with_camera(make_config(), 4, 6, file=str(pipe), frames=frames, queue_mb=0.004)
+    rows = make_rows(config)
+    rows[0].open(1)
+    recorder = begin(config)
+    recorder.tap(rows)
+    for number in range(20):
+        stamps = (np.arange(50) + 50 * number) * MS
+        rows[0].rings["joints"].append(stamps, np.ones((50, 3), np.float32), now_ns())
+        recorder.losses()
+    reader = threading.Thread(target=pipe.read_bytes)
+    reader.start()
+    recorder.close()
+    reader.join(60)
+    first, last = (record.getMessage() for record in caplog.records)
+    assert "recording: loses items, 1 so far: " in first
+    also = f', or set record.frames = "{remedy}"' if remedy else ""
+    assert first.endswith("too slow; raise record.queue_mb (0.004 MB)" + also)
+    assert "items lost of" in last
 
 
 def opened_late(written: threading.Event, config: PipelineConfig) -> Any:

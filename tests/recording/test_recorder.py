@@ -100,6 +100,17 @@ def test_a_frozen_view_costs_the_recording_nothing_and_its_losses_are_told(
     ]
 
 
+def test_a_queue_full_of_others_takes_a_reset_still(frozen: Frozen) -> None:
+    """Samples that are lost leave a gap in their numbers; a reset would be missed by nobody."""
+    queue = ItemQueue("recording", frozen.opened, 10**6, items_max=3)
+    line = LoggedLine(1, {})
+    for item in (line, line, line, line, Cleared("arm", 1, "reset", {}), line):
+        queue.put(item)
+    frozen.released.set()
+    queue.close()
+    assert [type(item) for item in frozen.items] == [LoggedLine, LoggedLine, LoggedLine, Cleared]
+
+
 class OwnWindow(NamedTuple):
     """Of a row that is there."""
 
