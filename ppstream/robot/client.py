@@ -60,8 +60,7 @@ class RobotClient:
     Raises:
         SpecError: streams or names cannot be declared so, or ``max_age_ms`` is not above 0.
         ConfigError: the endpoint is malformed, and the server was to be asked.
-        HandshakeError: the server's answer differs from what is stated, a line each; or it is too
-            old to describe itself.
+        HandshakeError: the server's answer differs from what is stated, or it has none to give.
         PeerLostError: no answer in time.
     """
 
@@ -225,8 +224,9 @@ class RobotClient:
     ) -> Answer:
         """Send a sample of each stream, and wait for the chunk of a window that ends there.
 
-        The caller's thread reads the chunk from the socket itself. Every chunk that arrives
-        meanwhile, also this one, goes to the timeline and to ``on_chunk``.
+        The caller's thread reads the chunk from the socket itself. All that arrive meanwhile, this
+        one too, go to the timeline and ``on_chunk``. It counts as executed when it is returned,
+        unless the timeline gives its actions out, to a ``ControlLoop`` for one.
 
         Args:
             samples: values ``[dim]`` by stream, sent in this order: the one that ends windows last.
@@ -251,14 +251,15 @@ class RobotClient:
             is_sent = asking.link.send_and_work(asking.send, asking.is_over, until_ns)
         finally:
             self.end_asking(asking)
-        return asking.result(timeout_s, is_sent=is_sent)
+        answer = asking.result(timeout_s, is_sent=is_sent)
+        self.timeline.hand_over(answer.chunk, self.clock())
+        return answer
 
     def begin_asking(
         self, samples: Mapping[str, Any], stamp_ns: int | None = None, *, wait_s: float = 0
     ) -> Asking | None:
-        """An ``ask`` whose answer is awaited elsewhere, until ``end_asking``.
-
-        One is asked at a time: None, when another still is after ``wait_s``. Errors as ``push``.
+        """An ``ask`` whose answer is awaited elsewhere, until ``end_asking``; None: another one's
+        still is after ``wait_s``. Errors as ``push``.
         """
         link = self._living_link()
         if not self._asking.acquire(timeout=min(max(0.0, wait_s), threading.TIMEOUT_MAX)):
@@ -316,9 +317,8 @@ class RobotClient:
         return self._session.conditioned
 
     def wait_conditioned(self, epoch: int, timeout_s: float) -> Conditioned | None:
-        """Wait for the answer to the instruction of ``epoch``, or a newer one.
-
-        Returns None when it did not come in ``timeout_s``, or the client was closed.
+        """Wait for the answer to the instruction of ``epoch``, or a newer one; None: it did not
+        come in ``timeout_s``, or the client was closed.
 
         Raises:
             PpstreamError: ``connect`` was not called.

@@ -106,6 +106,7 @@ class ActionTimeline:
         self._ended: list[ChunkPlayback] = []  # not counted yet
         self._counts = TimelineCounts()
         self._holds = HoldCounts()
+        self._is_asked = False  # for actions, or told of holds: by whoever executes
 
     def adopt(self, *, discrete: Sequence[int], max_age_ns: int) -> None:
         """Takes the server's settings for later chunks; the smaller maximum age counts.
@@ -182,6 +183,7 @@ class ActionTimeline:
             ReceiverEndedError: no chunk can come any more.
         """
         self.raise_failure()
+        self._is_asked = True
         with self._lock:
             self._drop_past(now_ns)
             playing = self._playing[0] if self._playing else None
@@ -204,6 +206,7 @@ class ActionTimeline:
             now_ns: robot clock.
             fault: the fault that blocks motion until it is cleared; empty: none.
         """
+        self._is_asked = True
         with self._lock:
             is_new = self._holds.latch(fault)
         self._hold(now_ns, is_trouble=is_new)
@@ -263,6 +266,13 @@ class ActionTimeline:
                     self._holds.execute(now_ns)
                     return True
         return False
+
+    def hand_over(self, chunk: ActionChunk, now_ns: int) -> None:
+        """As ``mark_executed``, of a chunk that a program was given: what it does with that, nobody
+        here can see. Nothing is counted once this timeline is asked for actions.
+        """
+        if not self._is_asked:
+            self.mark_executed(chunk, now_ns)
 
     def clear(self) -> None:
         """Forget all chunks (a new episode): until the next one there is no action to execute."""

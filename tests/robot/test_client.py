@@ -862,6 +862,28 @@ def test_an_observation_is_asked_for_its_chunk_on_the_callers_thread() -> None:
         assert client.push("joints", now_ns(), [1, 2, 3])  # its own thread reads again
         wait_until(lambda: client.timeline.statistics().received == 21)
         wait_until(lambda: threads[-1] is not threading.current_thread())
+    counts = client.timeline.statistics()
+    assert (counts.executed, counts.superseded) == (20, 1)  # by whoever asked for them
+
+
+@pytest.mark.parametrize("loop", ["executes", "holds"])
+def test_an_asked_chunk_is_executed_by_the_loop_where_there_is_one(loop: str) -> None:
+    with (
+        serving(make_config(), answers=True) as server,
+        make_client(server.sessions.endpoint) as client,
+    ):
+        client.connect()
+        assert client.wait_ready(10)
+        if loop == "executes":
+            assert client.timeline.action_at(now_ns()) is None
+        else:
+            client.timeline.held(now_ns(), "operator")
+        for _ in range(3):
+            answer = client.ask(BOTH, 5.0)
+        if loop == "executes":
+            assert client.timeline.action_at(answer.chunk.start_ns) is not None
+    counts = client.timeline.statistics()
+    assert (counts.executed, counts.received) == (int(loop == "executes"), 3)
 
 
 def test_waits_may_be_endless_and_nan_is_no_limit() -> None:
