@@ -23,6 +23,7 @@ from ppstream.core.errors import ConfigError
 TEMPLATES: Final = f"{SHIPPED_PACKAGE}.new_arm"
 JOINTS_NAME: Final = "joints"
 NAME: Final = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,40}")
+WANTED_NAME: Final = "a letter, then up to 40 letters, digits, '-' or '_'"
 JOINTS_MAX: Final = 256
 NO_CAMERA: Final = "none"  # an answer
 SIZE: Final = re.compile(r"(\d{1,4})x(\d{1,4})")
@@ -183,10 +184,14 @@ def _arm_of(args: argparse.Namespace) -> Arm:
     cameras = [] if cameras == [NO_CAMERA] else cameras
     found = []
     if not NAME.fullmatch(args.name):
-        found.append(f"NAME: got {args.name!r}, want a letter, then letters, digits, '-' or '_'")
+        found.append(f"NAME: got {args.name!r}, want {WANTED_NAME}")
     if not _is_count(joints):
         found.append(f"--joints: got {joints!r}, want a whole number, 1 to {JOINTS_MAX}")
-    found += [f"--cameras: got {name!r}, want a name" for name in cameras if not _is_name(name)]
+    for name in cameras:
+        if name == JOINTS_NAME:
+            found.append(f"--cameras: got {name!r}, want another name: the joints' stream has it")
+        elif not _is_name(name):
+            found.append(f"--cameras: got {name!r}, want {WANTED_NAME}")
     if len(set(cameras)) != len(cameras):
         found.append(f"--cameras: got {' '.join(cameras)}, want each name once")
     size = SIZE.fullmatch(args.camera_size)

@@ -159,6 +159,16 @@ def test_all_mistakes_come_at_once(tmp_path: Path, capsys: pytest.CaptureFixture
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_camera_called_as_the_joints_is_told_who_has_its_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert written(tmp_path, "--cameras", "joints", "7th") == 11
+    assert capsys.readouterr().err.splitlines()[:2] == [
+        "--cameras: got 'joints', want another name: the joints' stream has it",
+        "--cameras: got '7th', want a letter, then up to 40 letters, digits, '-' or '_'",
+    ]
+
+
 def test_nothing_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "my_arm_robot.py").write_text("mine")
     assert written(tmp_path) == 11
