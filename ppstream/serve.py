@@ -98,14 +98,13 @@ def run_rank(config: PipelineConfig, rank: int) -> int:
     """
     run, generation = _begun_before(Path(config.log.root), rank)
     end = RankEnd(rank, generation)
+    end.log_root = Path(config.log.root)
     if run is not None and (code := run.final_code()) is not None:
         end.print_last_line(code, "an earlier generation ended so; restarting cannot improve it")
         return int(code)
     final = ExitCode.INTERNAL, "this rank's end could not be told"
     try:
         final = _run(config, end, run)
-        if rank != 0 and end.run is None and final[0] is ExitCode.PEER_LOST:
-            end.run = Run.of_launcher(Path(config.log.root))  # it may say how rank 0 ended
         final = end.end_of_main_thread(*final)
         end.record(*final)
         if rank == 0 and end.run is not None and end.on_stop is not None and final[0] in REPORTED:

@@ -23,16 +23,23 @@ from typing import Final
 CREDENTIALS: Final = struct.Struct("3i")  # pid, uid, gid: struct ucred of SO_PEERCRED
 MS_PER_S: Final = 1000
 START_TIME: Final = 22 - 3  # field of /proc/PID/stat, counted behind the name
+EXIT_STATUS: Final = 52 - 3
 GUARDED: Final = "PPSTREAM_GUARDED_RANK"  # a rank's guard has this and no RANK (launch/guard.py)
 BEREFT_S: Final = 2.0  # a module whose starter is gone ends by itself within this, or is made to
 SAME: Final = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
 
 
 class HeldProcess:
-    """A process by its number and descriptor. Threads may wait for one at the same time."""
+    """A process by its number and descriptor. Threads may wait for one at the same time.
+
+    Attributes:
+        ended_with: its wait status in words, once it is seen to have ended; None: it is not yet.
+            Empty: its parent was faster to take the status, or this process has killed it.
+    """
 
     def __init__(self, pid: int, fd: int) -> None:
         self.pid = pid
+        self.ended_with: str | None = None
         self._fd = fd
 
     @classmethod
@@ -81,7 +88,10 @@ class HeldProcess:
         """True when it has ended, waiting for it."""
         gone = select.poll()
         gone.register(self._fd, select.POLLIN)
-        return bool(gone.poll(limit_s * MS_PER_S))
+        is_gone = bool(gone.poll(limit_s * MS_PER_S))
+        if is_gone and self.ended_with is None:
+            self.ended_with = self._wait_status()
+        return is_gone
 
     def state(self) -> str:
         """As ps shows it: ``T`` stopped, ``R`` running, ``S`` asleep, ``D`` in the kernel."""
@@ -90,6 +100,7 @@ class HeldProcess:
 
     def end(self) -> None:
         """Kill it, stopped or not."""
+        self.ended_with = self.ended_with or ""
         self.signal(signal.SIGKILL)
 
     def signal(self, number: int) -> None:
@@ -102,6 +113,23 @@ class HeldProcess:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+
+    def _wait_status(self) -> str:
+        """The status that its parent has not taken yet, else empty."""
+        fields = _stat(self.pid)
+        try:
+            signal.pidfd_send_signal(self._fd, 0)  # so its number was still its own
+        except OSError:
+            return ""
+        return status_text(os.waitstatus_to_exitcode(int(fields[EXIT_STATUS]))) if fields else ""
+
+
+def status_text(code: int) -> str:
+    """Words for an exit code as ``subprocess`` has it: ``exit status 5``, ``signal 9 SIGKILL``."""
+    if code >= 0:
+        return f"exit status {code}"
+    known = -code in set(signal.Signals)
+    return f"signal {-code} {signal.Signals(-code).name}" if known else f"signal {-code}"
 
 
 def start_time(pid: int) -> int | None:

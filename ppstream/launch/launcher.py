@@ -21,7 +21,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Final
 
 from ppstream.config import load
-from ppstream.control.peer_process import HeldProcess, ranks_started_by
+from ppstream.control.peer_process import HeldProcess, ranks_started_by, status_text
 from ppstream.core.errors import ConfigError, ExitCode
 from ppstream.core.interpreter import uncollected
 from ppstream.launch.guard import STOP_SIGNALS, on_stop
@@ -187,10 +187,15 @@ class RankLauncher:
         return ExitCode(code) if code in set(ExitCode) else ExitCode.PEER_LOST
 
     def _reason(self) -> str:
-        """Returns where to look; rank 0 has printed the reason itself unless it was killed."""
-        killed = "rank 0 was killed; " if self._failures.get(0, 0) < 0 else ""
+        """Returns where to look, and how ranks ended that could not say so themselves."""
         run = self._own_run()
-        return f"{killed}{'the lines above' if run is None else run.directory}"
+        told = {} if run is None else run.ends()
+        untold = [
+            f"rank {rank} ended with {status_text(code)}; "
+            for rank, code in sorted(self._failures.items())
+            if str(rank) not in told
+        ]
+        return f"{''.join(untold)}{'the lines above' if run is None else run.directory}"
 
 
 def _run_agent(count: int, arguments: Sequence[str]) -> dict[int, int]:

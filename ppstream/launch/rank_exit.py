@@ -11,18 +11,14 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Final, Protocol
 
 from ppstream.control.peer_process import HeldProcess, command, descendants, everybody, of_rank
 from ppstream.control.watchdog import ProgressMark, Watchdog, where
 from ppstream.core.clock import NS_PER_S, now_ns
-from ppstream.core.errors import (
-    OTHER_LEFT,
-    ExitCode,
-    PeerLeftError,
-    StoppedEarlyError,
-)
+from ppstream.core.errors import OTHER_LEFT, ExitCode, PeerLeftError, StoppedEarlyError
 from ppstream.core.user_code import how_it_ends
 from ppstream.links import nccl_dump
 from ppstream.observe.run_folder import Run
@@ -64,6 +60,7 @@ class RankEnd:
 
     Attributes:
         run: where it is recorded, once there is one.
+        log_root: where a policy rank that has not met rank 0 looks for the run; None: nowhere.
         peers: the ranks that this one answers to, once they have met: rank 0 has all policy ranks,
             each of them has rank 0.
         processes: those of them that are on this host, once they are known.
@@ -85,6 +82,7 @@ class RankEnd:
         self.rank = rank
         self.generation = generation
         self.run: Run | None = None
+        self.log_root: Path | None = None
         self.peers: dict[int, Peer] = {}
         self.processes: dict[int, HeldProcess] = {}
         self.peer_reason: str | None = None
@@ -108,6 +106,7 @@ class RankEnd:
 
         Raises nothing: what could not be written is one line on standard error.
         """
+        self._look_for_run()
         if self.run is None or self._is_recorded:
             return
         self._is_recorded = True
@@ -165,9 +164,11 @@ class RankEnd:
         if first:
             text = f"rank {first[0]}: {first[1].reported.partition(chr(10))[0]}"
         elif self.peer_reason is not None:
-            text = f"{self._another}: {self.peer_reason.partition(chr(10))[0]}"
+            text = f"{self._another[0]}: {self.peer_reason.partition(chr(10))[0]}"
         elif code is ExitCode.PEER_LOST:
-            text = f"{self._another}: it left no exit code (killed, crashed, or out of reach)"
+            who, status = self._another
+            found = "it left no exit code" if self.peers else "no handshake; read its output"
+            text = f"{who}: {found} ({status or 'killed, crashed, or out of reach'})"
         else:
             return
         _print(f"ppstream: first to fail: {text}")
@@ -188,13 +189,15 @@ class RankEnd:
         return self.processes.get(rank)
 
     @property
-    def _another(self) -> str:
-        """Names the rank that was lost first, if one is known to be."""
-        gone = [rank for rank, process in self.processes.items() if process.wait_gone(0)]
+    def _another(self) -> tuple[str, str]:
+        """Names the rank that was lost first, and how its process ended, as far as is known."""
+        gone = {rank: one for rank, one in self.processes.items() if one.wait_gone(0)}
         first = self._first_lost
-        ranks = [first] if first is not None else gone or list(self.peers)
+        ranks = [first] if first is not None else list(gone or self.peers)
         rank = ranks[0] if ranks else int(not self.rank)
-        return f"rank {rank}" if len(ranks) < 2 else "one of the policy ranks"
+        if len(ranks) > 1:
+            return "one of the policy ranks", ""
+        return f"rank {rank}", (rank in gone and gone[rank].ended_with) or ""
 
     @property
     def _first_lost(self) -> int | None:
@@ -212,11 +215,22 @@ class RankEnd:
             self.launcher_lost = self.lookout.launcher_lost()
         if self.launcher_lost is not None and code in (ExitCode.DRAINED, ExitCode.PEER_LOST):
             return ExitCode.PEER_LOST, self.launcher_lost
+        self._look_for_run()
         if code is ExitCode.PEER_LOST and (drained := self._how_rank0_drained()):
             return ExitCode.DRAINED, drained
+        first = self.run and self.run.failed_before(self.rank, self.generation)
+        if code is ExitCode.PEER_LOST and first and not self.peers:  # nobody said goodbye
+            return first[1].exit_code, str(first[1])
         if code is ExitCode.PEER_LOST and self.peer_lost is not None:
             return code, self.peer_lost
+        if code is ExitCode.PEER_LOST and self.peer_reason is None and (how := self._another[1]):
+            reason += f"; it ended with {how}"
         return code, reason
+
+    def _look_for_run(self) -> None:
+        """Before a policy rank meets rank 0: finds the run of its launcher, if it has begun."""
+        if self.run is None and self.rank != 0 and self.log_root is not None:
+            self.run = Run.of_launcher(self.log_root)
 
     def _how_rank0_drained(self) -> str | None:
         """Returns what rank 0 recorded, if it drained without the time to send it."""
@@ -249,9 +263,9 @@ class RankEnd:
                 other rank is gone: with what that recorded, as its goodbye was not read.
         """
         self._asked_early = name
+        if first := self.run and self.run.failed_before(self.rank, self.generation):
+            raise StoppedEarlyError(str(first[1]), first[1].exit_code)
         if any(process.wait_gone(0) for process in self.processes.values()):
-            if first := self.run and self.run.failed_before(self.rank, self.generation):
-                raise StoppedEarlyError(str(first[1]), first[1].exit_code)
             raise StoppedEarlyError(self._how_gone(), ExitCode.PEER_LOST)
         raise StoppedEarlyError(f"{name} before the run was ready")
 
@@ -360,7 +374,7 @@ class RankEnd:
 
     def _how_gone(self) -> str:
         if not self.peers:
-            return f"{self._another} ended before its handshake with this rank; read its output"
+            return f"{self._another[0]} ended before its handshake with this rank; read its output"
         return "the other rank's process exited without a message"
 
 

@@ -87,9 +87,10 @@ def run_front(
     set_switch_interval()
     torch.set_grad_enabled(False)  # else graphs of all calls would hang on the outputs
     torch.set_num_threads(1)
-    placement = device_ranks.place_here(config, world_size)
-    begin_run(run, config, placement)
+    begin_run(run, config)
     end.run = run
+    placement = device_ranks.place_here(config, world_size)  # what it refuses is recorded
+    describe_topology(run, config, placement)
     course = rank_exit.Course(config, end.thread)
     with ExitStack() as stack, end.closing():
         launcher = None
@@ -423,7 +424,7 @@ def _release_policy_ranks(rank0: Rank0Loop) -> None:
                 policy_rank.peer.receive(limit_ns, "its goodbye")
 
 
-def begin_run(run: Run, config: PipelineConfig, placement: Placement) -> None:
+def begin_run(run: Run, config: PipelineConfig) -> None:
     effective = msgspec.json.encode(config, order="sorted")
     run.begin(
         config=msgspec.to_builtins(config),
@@ -435,7 +436,6 @@ def begin_run(run: Run, config: PipelineConfig, placement: Placement) -> None:
             "python": platform.python_version(),
         },
     )
-    describe_topology(run, config, placement)
 
 
 def describe_topology(

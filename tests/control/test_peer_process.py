@@ -45,6 +45,34 @@ def test_a_stopped_process_is_known_and_ended(connected):
     process.close()
 
 
+@pytest.mark.parametrize(
+    ("code", "told"),
+    [
+        ("import os; os._exit(5)", "exit status 5"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "signal 11 SIGSEGV"),
+    ],
+)
+def test_how_a_process_ended_is_known_until_its_parent_has_asked(code, told):
+    child = subprocess.Popen([sys.executable, "-c", code])
+    seen, late = HeldProcess.of(child.pid), HeldProcess.of(child.pid)
+    assert seen.ended_with is None
+    assert seen.wait_gone(30)
+    child.wait()
+    assert late.wait_gone(0)
+    assert (seen.ended_with, late.ended_with) == (told, "")
+    seen.close()
+    late.close()
+
+
+def test_one_that_this_process_has_killed_ended_with_nothing_of_its_own(connected):
+    child, _ = connected
+    process = HeldProcess.of(child.pid)
+    process.end()
+    assert process.wait_gone(5)
+    assert process.ended_with == ""
+    process.close()
+
+
 def test_nobody_is_held_behind_tcp_or_an_own_socket():
     ours, theirs = socket.socketpair()
     with ours, theirs:

@@ -86,10 +86,25 @@ def test_the_rank_that_failed_first_is_named(tmp_path, capfd):
     assert failing(tmp_path, 0, capfd, code=ExitCode.WATCHDOG) == ""  # its own line says it
 
 
-def test_a_rank_that_said_nothing_is_named_and_one_that_did_is_quoted(tmp_path, capfd):
-    assert "rank 1: it left no exit code" in failing(tmp_path, 0, capfd)
+def test_a_rank_that_did_not_come_is_named_and_one_that_said_why_is_quoted(tmp_path, capfd):
+    assert "rank 1: no handshake; read its output (killed, crashed, " in failing(tmp_path, 0, capfd)
     said = failing(tmp_path, 0, capfd, peer_reason="exit 26 POLICY_OUTPUT why")
     assert said == "ppstream: first to fail: rank 1: exit 26 POLICY_OUTPUT why\n"
+
+
+def test_a_rank_that_left_no_exit_code_is_told_with_what_its_process_left(peers, capfd):
+    child = subprocess.Popen([sys.executable, "-c", "import os; os.abort()"])
+    end = RankEnd(0)
+    end.met(1, peers[0])
+    end.processes[1] = process = HeldProcess.of(child.pid)
+    assert process.wait_gone(30)
+    child.wait()
+    told = end.end_of_main_thread(ExitCode.PEER_LOST, "it died")
+    assert told == (ExitCode.PEER_LOST, "it died; it ended with signal 6 SIGABRT")
+    end.print_first_failure(ExitCode.PEER_LOST)
+    said = "ppstream: first to fail: rank 1: it left no exit code (signal 6 SIGABRT)\n"
+    assert capfd.readouterr().err == said
+    process.close()
 
 
 def test_a_rank_that_was_told_of_a_failure_is_not_the_first_to_fail(tmp_path):
@@ -347,14 +362,30 @@ def test_a_stop_signal_behind_a_dead_rank_is_no_stop():
 
 
 def test_a_stop_signal_behind_a_rank_that_recorded_why_it_left_has_its_code(tmp_path):
-    """The launcher's signal may be faster than the other rank's goodbye is read."""
+    """The launcher's signal may be faster than the other rank's goodbye is read, or its process
+    is seen.
+    """
     end = RankEnd(0)
     end.run = Run(tmp_path)
-    end.processes[1] = OtherProcess(leaves=True)
     end.run.record_exit(1, ExitCode.CONFIG, "no such module", generation=end.generation)
     with pytest.raises(StoppedEarlyError, match="left with 11 CONFIG: no such module") as told:
         end.stop_early("SIGTERM")
     assert how_it_ends(told.value)[0] is ExitCode.CONFIG
+
+
+def test_a_policy_rank_that_never_met_rank_0_records_its_end_and_reads_rank_0_s(tmp_path):
+    run = Run.create(tmp_path, keep=2)
+    run.begin(config={}, config_sha256="", versions={})
+    end = RankEnd(1)
+    end.log_root = tmp_path
+    assert end.end_of_main_thread(ExitCode.PEER_LOST, "no rank 0")[1] == "no rank 0"
+    end.record(ExitCode.CONFIG, "world size: got 3")
+    assert run.ends()["1"]["code"] == 11
+    run.record_exit(0, ExitCode.CONFIG, "no such device")
+    other = RankEnd(2)
+    other.log_root = tmp_path
+    told = other.end_of_main_thread(ExitCode.PEER_LOST, "no rank 0")
+    assert told == (ExitCode.CONFIG, "the other rank left with 11 CONFIG: world size: got 3")
 
 
 def test_a_stop_signal_inside_the_start_of_a_thread_breaks_neither(monkeypatch):

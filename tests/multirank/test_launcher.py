@@ -236,7 +236,17 @@ def test_a_killed_rank_0_is_a_lost_one(tmp_path: Path) -> None:
         run.wait_for_phase("ready")
         run.ranks[0].end()
         assert run.wait(15) == 20, run.text()
-        assert run.last_line().startswith("ppstream: exit 20 PEER_LOST rank 0 was killed; ")
+        said = "ppstream: exit 20 PEER_LOST rank 0 ended with signal 9 SIGKILL; "
+        assert run.last_line().startswith(said)
+
+
+def test_a_crashed_policy_rank_is_told_with_its_signal(tmp_path: Path) -> None:
+    with launched(tmp_path, *SERVE_ON) as run:
+        run.wait_for_phase("ready")
+        run.ranks[1].signal(signal.SIGSEGV)
+        assert run.wait(15) == 20, run.text()
+        said = "ppstream: exit 20 PEER_LOST rank 1 ended with signal 11 SIGSEGV; "
+        assert run.last_line() == f"{said}{run.log.directory}"
 
 
 @pytest.mark.parametrize("phase", ["warming", "ready"])

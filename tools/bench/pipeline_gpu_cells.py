@@ -43,7 +43,7 @@ from ppstream.ingest.intake import build_intake
 from ppstream.ingest.synthetic import SyntheticSource
 from ppstream.launch import device_ranks, handshake
 from ppstream.launch.rank0_parts import rank0_parts
-from ppstream.launch.run_rank0 import begin_run
+from ppstream.launch.run_rank0 import begin_run, describe_topology
 from ppstream.links.headers import link_shape
 from ppstream.links.slots import BACK
 from ppstream.observe.log_writer import PolicyRecord, TimestampLog
@@ -189,7 +189,8 @@ def _run_rank0(
     placement = device_ranks.place_here(config, 2)
     run = Run.create(root, config.log.keep)
     store.set("run", str(run.directory))
-    begin_run(run, config, placement)
+    begin_run(run, config)
+    describe_topology(run, config, placement)
     with ExitStack() as stack:
         intake = build_intake(config)
         parts = rank0_parts(config, run, 0, stack)
