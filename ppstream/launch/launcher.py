@@ -44,7 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser(
         "run",
         "Live sensors to actions: starts the ranks of a run on this host. Drains "
-        "on SIGTERM, SIGINT and SIGHUP; its exit code is rank 0's (ppstream-serve --help).",
+        "on SIGTERM, SIGINT and SIGHUP; its exit code is that of the rank that failed first "
+        "(ppstream-serve --help).",
     )
     return _act(parser.parse_args(argv), _run)
 
@@ -180,11 +181,18 @@ class RankLauncher:
         return Run.of_launcher(Path(self._config.log.root), os.getpid())
 
     def _code(self) -> ExitCode:
-        """Rank 0's; a rank that was killed has none, and is a lost one."""
+        """Rank 0's; where that lost another rank, the code with which the first one failed.
+
+        A rank that was killed has none, and is a lost one.
+        """
         code = self._failures.get(0, 0)
         if self._asked is not None and -code in STOP_SIGNALS:  # it had not begun
             return ExitCode.DRAINED
-        return ExitCode(code) if code in set(ExitCode) else ExitCode.PEER_LOST
+        if code in set(ExitCode) and code != ExitCode.PEER_LOST:
+            return ExitCode(code)
+        run = self._own_run()
+        first = None if run is None else run.first_to_fail(0)
+        return ExitCode.PEER_LOST if first is None else ExitCode(first[1]["code"])
 
     def _reason(self) -> str:
         """Returns where to look, and how ranks ended that could not say so themselves."""

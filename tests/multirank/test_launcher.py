@@ -29,6 +29,23 @@ STANDING = (
     "policy.options.inner=ppstream_stages.simulated:build",
     "policy.options.build_s=60",
 )
+LEAVING = """
+import sys
+
+from ppstream_stages import simulated
+
+
+class Leaving:
+    def __init__(self, inner):
+        self.inputs, self.outputs, self.reset = inner.inputs, inner.outputs, inner.reset
+
+    def __call__(self, window, out):
+        sys.exit(3)
+
+
+def build(options, device):
+    return Leaving(simulated.build(options, device))
+"""
 TOOLS = str(Path(__file__).resolve().parents[2] / "tools")
 END_LIMIT_S = 60.0
 GONE_LIMIT_S = 20.0  # ranks whose launcher is gone; they would stay for good
@@ -247,6 +264,17 @@ def test_a_crashed_policy_rank_is_told_with_its_signal(tmp_path: Path) -> None:
         assert run.wait(15) == 20, run.text()
         said = "ppstream: exit 20 PEER_LOST rank 1 ended with signal 11 SIGSEGV; "
         assert run.last_line() == f"{said}{run.log.directory}"
+
+
+def test_a_run_whose_policy_rank_fails_first_ends_with_its_code(tmp_path: Path) -> None:
+    (tmp_path / "arm").mkdir()
+    config = tmp_path / "arm" / "run.toml"
+    config.write_text(CONFIG.read_text())
+    (tmp_path / "arm" / "leaving_policy.py").write_text(LEAVING)
+    with launched(tmp_path, "policy.target=leaving_policy:build", config=config) as run:
+        assert run.wait() == 26, run.text()
+        assert run.last_line() == f"ppstream: exit 26 POLICY_OUTPUT {run.log.directory}"
+        assert {rank: end["code"] for rank, end in run.log.exits().items()} == {"0": 20, "1": 26}
 
 
 @pytest.mark.parametrize("phase", ["warming", "ready"])
