@@ -1,7 +1,8 @@
 """Rules between values of a configuration: ``problems`` lists every disagreement.
 
-The bounds of a single value stand in ``schema.py``. Nothing here changes a configuration, imports
-user code; of files it only asks whether they exist, but reads groups' statistics.
+``warnings`` has what can be used, but is seldom meant. The bounds of a single value stand in
+``schema.py``. Nothing here changes a configuration, imports user code; of files it only asks
+whether they exist, but reads groups' statistics.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ LOOPBACK_TOO: Final = ("127.0.0.1", "localhost", "0.0.0.0")  # a port there is o
 RING_SAMPLES_MAX: Final = 1 << 22  # a longer ring is a mistyped rate or window
 STREAMS_MAX: Final = 256  # the wire numbers streams with one byte
 ACTIONS_MAX: Final = 1024
+CHUNK_ROUNDED: Final = 1 - 1e-3  # a period that is written in whole microseconds is still one
 HEARTBEATS_PER_FROZEN: Final = 3  # so that one late heartbeat kills nobody
 ROUNDED: Final = 1 + 1e-6  # a third of a second written in milliseconds is no longer one
 RECORDING_SUFFIXES: Final = (".npz", ".npy", ".mcap", ".ulg", ".bag")
@@ -318,6 +320,33 @@ def _rare_window_problems(config: PipelineConfig) -> Iterator[str]:
                 f"{path}: got {rate_hz:g}, a chunk every {period_ms:g} ms with pacing = "
                 f"{shape.pacing!r}, want at most actions.lease_ms = {lease_ms:g} between two: "
                 "raise the rate or the lease"
+            )
+
+
+def warnings(config: PipelineConfig) -> Iterator[str]:
+    """Lines about what may be meant, as a single action that robots hold until the next one."""
+    shape, actions = config.pipeline, config.actions
+    kind, _, name = shape.pacing.partition(":")
+    reach_ms, rates = actions.horizon * actions.dt_ms, {}
+    if kind == "tick":
+        rates["pipeline.tick_hz"] = shape.tick_hz
+    elif kind == "sample":
+        name = name or config.reference.name
+        rates = {
+            f"streams[{index}].rate_hz": stream.rate_hz
+            for index, stream in enumerate(config.streams)
+            if stream.name == name
+        }
+    for path, rate_hz in rates.items():
+        if rate_hz is None or shape.windows == "scheduled":  # in a recording's time no robot holds
+            continue
+        if reach_ms < (period_ms := 1000 / rate_hz) * CHUNK_ROUNDED:
+            yield (
+                f"actions.dt_ms: got {actions.dt_ms:g} x horizon {actions.horizon} = {reach_ms:g} "
+                f"ms a chunk, less than the {period_ms:g} ms between two ({path} = {rate_hz:g}): "
+                "robots hold its last action meanwhile, and execute none of a chunk that is "
+                f"{reach_ms + actions.dt_ms:g} ms old when it comes; raise dt_ms, which is in "
+                "milliseconds, or horizon"
             )
 
 

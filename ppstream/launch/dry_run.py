@@ -14,7 +14,7 @@ from typing import Final
 
 from ppstream import native
 from ppstream.analysis.period_model import PipelineForm, StageTimes, latency, limiting_term, period
-from ppstream.config.rules import rank_problems
+from ppstream.config.rules import rank_problems, warnings
 from ppstream.config.schema import ImageConfig, PipelineConfig, StreamConfig
 from ppstream.core.errors import ConfigError
 from ppstream.cuda import startup
@@ -78,6 +78,7 @@ def describe(config: PipelineConfig, world_size: int, local_world_size: int | No
     slot_bytes = copies * sum(layout.slot_bytes * count for _, layout, count in hops)
     lines = [
         f"ppstream {config.name}: nothing started, no problem found",
+        *(f"warning: {line}" for line in warnings(config)),
         *_placement_lines(config, placement, places),
         *_port_lines(config, world_size),
         *_part_lines(config, placement, places, parts),

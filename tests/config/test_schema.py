@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from ppstream.config.rules import problems
+from ppstream.config.rules import problems, warnings
 from ppstream.config.schema import PipelineConfig
 
 PLAIN: dict[str, Any] = {
@@ -237,6 +237,50 @@ def test_disagreement_is_named_with_its_path_and_remedy(changes: dict[str, Any],
 )
 def test_values_at_their_limits_are_accepted(changes: dict[str, Any]) -> None:
     assert problems(config(**changes)) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (
+            {"actions__dt_ms": 0.05},
+            "actions.dt_ms: got 0.05 x horizon 16 = 0.8 ms a chunk, less than the 1 ms between two "
+            "(streams[0].rate_hz = 1000)",
+        ),
+        (
+            {"actions__horizon": 1, "pipeline__pacing": "sample:pose", "actions__dt_ms": 9.9},
+            "= 9.9 ms a chunk, less than the 10 ms between two (streams[1].rate_hz = 100)",
+        ),
+        (
+            {"pipeline__pacing": "tick", "pipeline__tick_hz": 6.0},
+            "less than the 166.667 ms between two (pipeline.tick_hz = 6): robots hold its last "
+            "action meanwhile, and execute none of a chunk that is 170 ms old",
+        ),
+    ],
+)
+def test_chunks_that_end_before_the_next_one_are_a_warning(
+    changes: dict[str, Any], said: str
+) -> None:
+    (found,) = warnings(config(**changes))
+    assert said in found
+    assert "raise dt_ms, which is in milliseconds, or horizon" in found
+    assert problems(config(**changes)) == []
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"actions__horizon": 1, "pipeline__pacing": "sample:pose"},
+        {"actions__dt_ms": 66.666, "actions__horizon": 1}
+        | {"pipeline__pacing": "tick", "pipeline__tick_hz": 15.0},
+        {"actions__dt_ms": 0.05, "pipeline__pacing": "saturated"},
+        {"actions__dt_ms": 0.05, "pipeline__windows": "scheduled"},
+        {"actions__dt_ms": 0.05, "streams__0__rate_hz": None, "streams__0__max_request_hz": 1000.0},
+    ],
+)
+def test_chunks_that_reach_the_next_one_or_may_are_none(changes: dict[str, Any]) -> None:
+    assert list(warnings(config(**changes))) == []
 
 
 @pytest.mark.parametrize(

@@ -111,6 +111,12 @@ def test_text_names_ranks_link_tensors_and_memory(given: ModuleType) -> None:
     assert max(map(len, text.splitlines())) <= 100
 
 
+def test_seconds_for_milliseconds_are_a_warning(given: ModuleType) -> None:
+    first, second = describe(config(actions=TABLE["actions"] | {"dt_ms": 0.01}), 2).splitlines()[:2]
+    assert first == "ppstream arm: nothing started, no problem found"
+    assert second.startswith("warning: actions.dt_ms: got 0.01 x horizon 16 = 0.16 ms a chunk")
+
+
 def test_threads_are_decided_by_front_parts_at_start_unless_stated(given: ModuleType) -> None:
     middle = TensorSpec("middle", (3,))
     front, behind = GivenPolicy(given.inputs, (middle,)), GivenPolicy((middle,), (ACTIONS,))
