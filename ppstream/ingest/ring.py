@@ -86,6 +86,8 @@ class SensorRing(native.Ring):
     ``count`` samples before number ``accepted`` are held. They lie in row ``row`` of ``bank``. A
     ``tap`` is told what arrives.
     ``newest_ns`` (robot clock) and ``newest_rx_ns`` (rank 0's) are ``NEVER_NS`` while it is empty.
+    ``refused_ns`` and ``refused_rx_ns``: the same of the newest sample since then whose stamp was
+    refused.
     Where a GPU reads frames in their senders' memory, a ``keeper`` has them: their places in the
     bank hold no pixels of theirs.
     """
@@ -101,6 +103,7 @@ class SensorRing(native.Ring):
         self.settled = 0  # samples below this number are accounted for
         self.newest_ns = NEVER_NS
         self.newest_rx_ns = NEVER_NS
+        self.refused_ns = self.refused_rx_ns = NEVER_NS
         self._tap: RowTap | None = None
         self._clock = clock
         self._capacity = bank.capacity
@@ -280,6 +283,7 @@ class SensorRing(native.Ring):
         self._drop_before(self.accepted, reason)
         self._counts[self.row] = self.count = 0
         self.newest_ns = self.newest_rx_ns = NEVER_NS
+        self.refused_ns = self.refused_rx_ns = NEVER_NS
 
     def check(self) -> None:
         """Raises AssertionError unless the ledger balances and agrees with what the ring holds."""
@@ -296,6 +300,7 @@ class SensorRing(native.Ring):
         """The careful way, for a message in which something is wrong: by arrays, too."""
         if stamps.item(-1) > self.newest_ns and self._clock.is_stale(stamps.item(-1), rx_ns):
             self.ledger.reject(STALE, len(stamps))
+            self.refused_ns, self.refused_rx_ns = stamps.item(-1), rx_ns
             return 0
         if not self._is_image:
             finite = _representable(values).all(axis=1)
@@ -310,6 +315,8 @@ class SensorRing(native.Ring):
             for reason, count in zip((LATE, DUPLICATE, FUTURE, STALE), judged[1:], strict=True):
                 if count:
                     self.ledger.reject(reason, count)
+                    self.refused_ns = stamps[:n][~judged.good].item(-1)
+                    self.refused_rx_ns = rx_ns
             if n < len(stamps):
                 taken += self._append_one(stamps[n : n + 1], values[n : n + 1], rx_ns)
             stamps, values = stamps[n + 1 :], values[n + 1 :]
@@ -321,6 +328,7 @@ class SensorRing(native.Ring):
         if reason is None:
             return self._store(stamp, value, rx_ns)
         self.ledger.reject(reason, 1)
+        self.refused_ns, self.refused_rx_ns = stamp.item(), rx_ns
         if reason in (LATE, FUTURE):
             self._clock.rejects()
         return 0

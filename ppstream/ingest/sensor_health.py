@@ -6,10 +6,12 @@ window is masked by ``window.py``, whether anybody looks here or not.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 from ppstream.core.clock import NS_PER_MS, NS_PER_S
+from ppstream.ingest.sample_ledger import DUPLICATE, FUTURE, LATE, NON_FINITE, RATE, SHAPE, STALE
+from ppstream.ingest.stamp_filter import FUTURE_LIMIT_NS, NEVER_NS
 
 if TYPE_CHECKING:
     from ppstream.config.schema import PipelineConfig, StreamConfig
@@ -27,6 +29,17 @@ SLOW: Final = 0.5  # of the nominal rate
 REFUSED: Final = 0.5  # of what came
 SAMPLES_MIN: Final = 10  # of a second: fewer show no rate, and no standstill
 COMPARED: Final = 16  # about so many samples of a second tell whether a sensor stands still
+RECENT_NS: Final = 2 * NS_PER_S  # the lead of a stream of which nothing came since is not known
+#: Why samples are refused on arrival, and what helps.
+REMEDIES: Final = {
+    FUTURE: "stamp all streams by one clock",
+    STALE: "stamp all streams by one clock, and send samples at once",
+    LATE: "stamp and send a stream's samples in the order of their time",
+    DUPLICATE: "give each sample a stamp of its own",
+    NON_FINITE: "send values that float32 can hold",
+    SHAPE: "send what the stream declares: its dim and dtype",
+    RATE: "send fewer, or raise the stream's rate_hz",
+}
 #: Conditions in which a robot is told that the run is degraded.
 DEGRADED: Final = frozenset({"silent", "refused", "slow"})
 
@@ -38,6 +51,7 @@ class SensorChange(NamedTuple):
     stream: str
     condition: Condition
     before: Condition
+    why: str = ""  # of ``refused``: the reason, what was measured, the limit and the remedy
 
 
 class _Seen(NamedTuple):
@@ -51,6 +65,7 @@ class _Seen(NamedTuple):
     received: int
     accepted: int
     heard_ns: int
+    dropped: Mapping[str, int]  # by reason
 
 
 class SensorState:
@@ -94,7 +109,10 @@ class SensorState:
             heard_ns = ring.newest_rx_ns
         elif before and (before.session, before.accepted) == (place.session, ring.accepted):
             heard_ns = before.heard_ns
-        seen = _Seen(place.session, now_ns, ring.ledger.received, ring.accepted, heard_ns)
+        counts = ring.ledger
+        seen = _Seen(
+            place.session, now_ns, counts.received, ring.accepted, heard_ns, {**counts.dropped}
+        )
         self._seen[key] = seen
         if place.session == 0 or before is None or before.session != place.session:
             self.conditions.pop(key, None)
@@ -108,7 +126,8 @@ class SensorState:
             found = "unchanged" if _is_unchanged(bank, row, ring, taken) else "ok"
         self.conditions[key] = found
         if found != was:
-            self._tell(SensorChange(row, stream.name, found, was))
+            why = _why_refused(place, stream, before, seen) if found == "refused" else ""
+            self._tell(SensorChange(row, stream.name, found, was, why))
 
 
 def _condition(stream: StreamConfig, before: _Seen, now: _Seen) -> Condition:
@@ -124,6 +143,58 @@ def _condition(stream: StreamConfig, before: _Seen, now: _Seen) -> Condition:
     if wanted >= SAMPLES_MIN and taken < SLOW * wanted:
         return "slow"
     return "ok"
+
+
+def _why_refused(place: RowInput, stream: StreamConfig, before: _Seen, now: _Seen) -> str:
+    """Words for why most samples that came of a stream were refused."""
+    refused = {
+        reason: now.dropped.get(reason, 0) - before.dropped.get(reason, 0) for reason in REMEDIES
+    }
+    reason = max(REMEDIES, key=refused.__getitem__)
+    text = f"{refused[reason] / (now.received - before.received):.0%} of samples {reason}"
+    ring = place.rings[stream.name]
+    measured = ""
+    if reason == LATE and NEVER_NS not in (ring.newest_ns, ring.refused_ns):
+        behind_ns = ring.newest_ns - ring.newest_rx_ns - (ring.refused_ns - ring.refused_rx_ns)
+        measured = f", {_seconds(behind_ns)} behind the newest"
+    elif reason in (FUTURE, STALE):
+        limit_ns = FUTURE_LIMIT_NS if reason == FUTURE else place.clock.stale_ns or 0
+        measured = _compare_clocks(place, stream.name, now.at_ns, limit_ns)
+    return f"{text}{measured}; {REMEDIES[reason]}"
+
+
+def _compare_clocks(place: RowInput, name: str, now_ns: int, limit_ns: int) -> str:
+    """Words for how far a stream is from those that are taken, and which one stands alone.
+
+    A stream's *lead* is that of its newest sample, taken or refused (``stamp_filter.py``).
+    """
+    leads: dict[str, int] = {}
+    taken: list[str] = []
+    for other, ring in place.rings.items():
+        is_taken = ring.newest_rx_ns >= ring.refused_rx_ns
+        rx_ns = max(ring.newest_rx_ns, ring.refused_rx_ns)
+        if now_ns - rx_ns <= RECENT_NS:
+            leads[other] = (ring.newest_ns if is_taken else ring.refused_ns) - rx_ns
+            if is_taken and other != name:
+                taken.append(other)
+    if name not in leads or not taken:
+        return ""
+    first = max(taken, key=leads.__getitem__)  # by which samples are judged: it has the most lead
+    ahead_ns = leads[name] - leads[first]
+    if abs(ahead_ns) <= limit_ns:  # it was so; by now its clock, or theirs, is another one
+        return ""
+    where = "ahead of" if ahead_ns > 0 else "behind"
+    middle_ns = leads[first] + ahead_ns // 2
+    sides: tuple[list[str], list[str]] = ([], [])
+    for other, lead_ns in leads.items():
+        sides[lead_ns > middle_ns].append(other)
+    few, many = sorted(sides, key=len)
+    alone = f"; {few[0]} is alone against {', '.join(many)}" if len(few) == 1 < len(many) else ""
+    return f", {_seconds(abs(ahead_ns))} {where} {first}; limit {_seconds(limit_ns)}{alone}"
+
+
+def _seconds(duration_ns: int) -> str:
+    return f"{duration_ns / NS_PER_S:.2f} s"
 
 
 def _is_unchanged(bank: RingBank, row: int, ring: SensorRing, samples: int) -> bool:

@@ -51,7 +51,7 @@ class StampFilter(native.Clock):
 
     def __init__(self, on_jump: Callable[[], None], stale_ns: int | None = None) -> None:
         self._on_jump = on_jump
-        self._stale_ns = stale_ns
+        self.stale_ns = stale_ns
         self._is_real_time = True
         self.restart()
 
@@ -185,8 +185,8 @@ class StampFilter(native.Clock):
 
     def _set_floor(self) -> None:
         best_ns = max(self._best_ns, self._previous_ns)
-        counts = self._stale_ns is not None and self._is_real_time and best_ns > NEVER_NS
-        self._floor_ns = best_ns - (self._stale_ns or 0) if counts else 2 * NEVER_NS
+        counts = self.stale_ns is not None and self._is_real_time and best_ns > NEVER_NS
+        self._floor_ns = best_ns - (self.stale_ns or 0) if counts else 2 * NEVER_NS
 
 
 def _first(which: NDArray[np.bool_], end: int) -> int:

@@ -159,7 +159,10 @@ class Service:
 
     def _log_sensor(self, change: SensorChange) -> None:
         robot = self.intake.rows[change.row].robot
-        logger.info("%s of %s: %s, was %s", change.stream, robot, change.condition, change.before)
+        why = change.why and f": {change.why}"
+        logger.info(
+            "%s of %s: %s, was %s%s", change.stream, robot, change.condition, change.before, why
+        )
         self._rank0.log.event("sensor", robot=robot, **change._asdict())
 
     def _on_degraded(self, is_degraded: bool) -> None:  # noqa: FBT001 - a callback's only value

@@ -105,6 +105,74 @@ def test_samples_that_are_refused_are_told(rig):
     assert rig.told() == [("joints", "refused"), ("imu", "refused")]
 
 
+def refusals(offsets_s):
+    """Why streams are refused of a robot whose streams are stamped so far ahead of its clock."""
+    config = make_config()
+    joints = config.streams[0]
+    streams = [msgspec.structs.replace(joints, name=name, reference=False) for name in offsets_s]
+    config = msgspec.structs.replace(config, streams=tuple(streams))
+    rig = Rig(config)
+    for i in range(100):
+        at_ns = rig.now_ns + i * NS_PER_S // 100
+        for name, offset_s in offsets_s.items():
+            stamps = np.array([at_ns + round(offset_s * NS_PER_S)])
+            rig.row.rings[name].append(stamps, np.full((1, joints.dim), i, np.float32), at_ns)
+    rig.now_ns += NS_PER_S
+    rig.state.check(rig.now_ns)
+    assert {change.condition for change in rig.changes} <= {"refused"}
+    return {change.stream: change.why for change in rig.changes}
+
+
+ALONE = "; force is alone against joints, front, left; stamp all streams by one clock"
+
+
+def test_a_stream_behind_all_others_is_named_as_theirs_are_refused():
+    found = refusals({"force": -5, "joints": 0, "front": 0, "left": 0})
+    why = f"100% of samples future, 5.00 s ahead of force; limit 1.00 s{ALONE}"
+    assert found == dict.fromkeys(["joints", "front", "left"], why)
+
+
+def test_a_stream_ahead_of_all_others_is_named_as_theirs_are_refused():
+    found = refusals({"force": 5, "joints": 0, "front": 0, "left": 0})
+    why = f"100% of samples stale, 5.00 s behind force; limit 0.43 s{ALONE}, and send samples at"
+    assert set(found) == {"joints", "front", "left"}
+    assert all(text.startswith(why) for text in found.values()), found
+
+
+def test_a_stream_that_is_refused_beside_many_is_alone():
+    found = refusals({"joints": 0, "force": 5, "front": 0, "left": 0.1})
+    assert found == {"force": f"100% of samples future, 4.90 s ahead of left; limit 1.00 s{ALONE}"}
+
+
+@pytest.mark.parametrize("others", [{}, {"left": 0, "front": -5}])
+def test_of_clocks_with_as_many_streams_none_is_alone(others):
+    found = refusals({"force": -5, "joints": 0, **others})
+    why = "100% of samples future, 5.00 s ahead of force; limit 1.00 s; stamp all streams by one"
+    assert found["joints"].startswith(why)
+
+
+def test_samples_out_of_order_are_told_with_how_late_they_are(rig):
+    for i in range(100):
+        at_ns = rig.now_ns + i * NS_PER_S // 100
+        stamp_ns = at_ns - 200 * MS * (i % 5 > 0)
+        values = np.full((1, 3), i, np.float32)
+        rig.row.rings["joints"].append(np.array([stamp_ns]), values, at_ns)
+    rig.second(joints=0)
+    (change,) = [change for change in rig.changes if change.stream == "joints"]
+    assert change.why == (
+        "80% of samples late, 0.20 s behind the newest; stamp and send a stream's samples in the "
+        "order of their time"
+    )
+
+
+def test_samples_that_are_no_numbers_are_told_as_such(rig):
+    rig.second(value=np.nan)
+    why = "100% of samples non_finite; send values that float32 can hold"
+    assert {change.why for change in rig.changes} == {why}
+    rig.second()
+    assert {change.why for change in rig.changes if change.condition == "ok"} == {""}
+
+
 def test_values_that_never_change_are_told_and_do_not_degrade(rig):
     rig.second(value=0.25)
     assert rig.told() == [("joints", "unchanged"), ("imu", "unchanged")]

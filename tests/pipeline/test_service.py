@@ -61,6 +61,31 @@ def test_robots_are_told_that_a_sensor_degrades_the_run_until_it_drains(tmp_path
     assert events == [True, False, True, False]
 
 
+def test_a_sensor_that_is_refused_is_printed_and_logged_with_the_reason(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "ppstream")
+    with serving(tmp_path) as (pipeline, running):
+        rank0, row = pipeline.rank0, running.intake.rows[0]
+
+        def be_refused(phase: str) -> None:
+            if phase != "ready":
+                return
+            row.open(7)
+            for seconds in (0, 1):
+                row.reference.refuse("non_finite", 3 * seconds)
+                for look in rank0.on_second:
+                    look(seconds * NS_PER_S)
+            row.close()
+
+        rank0.on_phase.append(be_refused)
+        running.run()
+        (event,) = (line for line in pipeline.lines() if line.get("condition") == "refused")
+    why = "100% of samples non_finite; send values that float32 can hold"
+    assert event["why"] == why
+    assert f"refused, was ok: {why}" in caplog.text
+
+
 def test_a_service_begins_with_an_epoch_of_its_own_and_logs_what_robots_tell(
     tmp_path: Path,
 ) -> None:
