@@ -299,47 +299,22 @@ def _pacing_problems(config: PipelineConfig) -> Iterator[str]:
 
 
 def _rare_window_problems(config: PipelineConfig) -> Iterator[str]:
-    """Windows so seldom that a chunk's lease is over before the next one comes: robots hold.
-
-    Whatever starts them, they end at samples of the reference stream.
-    """
-    shape, lease_ms = config.pipeline, config.actions.lease_ms
-    if shape.windows == "scheduled" or not config.streams:  # in a recording's time no robot holds
-        return
-    kind, _, name = shape.pacing.partition(":")
-    rates = [
-        (f"streams[{index}].rate_hz", stream.rate_hz)
-        for index, stream in enumerate(config.streams)
-        if stream.name in (name, config.reference.name)
-    ]
-    if kind == "tick":
-        rates.append(("pipeline.tick_hz", shape.tick_hz))
-    for path, rate_hz in rates:
-        if rate_hz is not None and (period_ms := 1000 / rate_hz) > lease_ms * ROUNDED:
+    """Windows so seldom that a chunk's lease is over before the next one comes: robots hold."""
+    lease_ms = config.actions.lease_ms
+    for path, rate_hz in _chunk_rates(config):
+        if (period_ms := 1000 / rate_hz) > lease_ms * ROUNDED:
             yield (
                 f"{path}: got {rate_hz:g}, a chunk every {period_ms:g} ms with pacing = "
-                f"{shape.pacing!r}, want at most actions.lease_ms = {lease_ms:g} between two: "
-                "raise the rate or the lease"
+                f"{config.pipeline.pacing!r}, want at most actions.lease_ms = {lease_ms:g} between "
+                "two: raise the rate or the lease"
             )
 
 
 def warnings(config: PipelineConfig) -> Iterator[str]:
     """Lines about what may be meant, as a single action that robots hold until the next one."""
-    shape, actions = config.pipeline, config.actions
-    kind, _, name = shape.pacing.partition(":")
-    reach_ms, rates = actions.horizon * actions.dt_ms, {}
-    if kind == "tick":
-        rates["pipeline.tick_hz"] = shape.tick_hz
-    elif kind == "sample":
-        name = name or config.reference.name
-        rates = {
-            f"streams[{index}].rate_hz": stream.rate_hz
-            for index, stream in enumerate(config.streams)
-            if stream.name == name
-        }
-    for path, rate_hz in rates.items():
-        if rate_hz is None or shape.windows == "scheduled":  # in a recording's time no robot holds
-            continue
+    actions = config.actions
+    reach_ms = actions.horizon * actions.dt_ms
+    for path, rate_hz in _chunk_rates(config):
         if reach_ms < (period_ms := 1000 / rate_hz) * CHUNK_ROUNDED:
             yield (
                 f"actions.dt_ms: got {actions.dt_ms:g} x horizon {actions.horizon} = {reach_ms:g} "
@@ -348,6 +323,23 @@ def warnings(config: PipelineConfig) -> Iterator[str]:
                 f"{reach_ms + actions.dt_ms:g} ms old when it comes; raise dt_ms, which is in "
                 "milliseconds, or horizon"
             )
+
+
+def _chunk_rates(config: PipelineConfig) -> Iterator[tuple[str, float]]:
+    """Yields the rates, each with its path, of which none lets chunks come more often.
+
+    Whatever starts windows, they end at samples of the reference stream. None are known of a
+    schedule: it follows a recording's time, in which no robot holds.
+    """
+    shape = config.pipeline
+    if shape.windows == "scheduled" or not config.streams:
+        return
+    kind, _, name = shape.pacing.partition(":")
+    for index, stream in enumerate(config.streams):
+        if stream.rate_hz is not None and stream.name in (name, config.reference.name):
+            yield f"streams[{index}].rate_hz", stream.rate_hz
+    if kind == "tick" and shape.tick_hz is not None:
+        yield "pipeline.tick_hz", shape.tick_hz
 
 
 def _source_problems(config: PipelineConfig) -> Iterator[str]:

@@ -35,7 +35,7 @@ from ppstream.wire.rank_messages import Ready
 if TYPE_CHECKING:
     from ppstream.config.schema import PipelineConfig
     from ppstream.control.peer import Peer
-    from ppstream.launch.rank_exit import Course
+    from ppstream.launch.course import Course
     from ppstream.observe.run_folder import Run
     from ppstream.policy.protocol import Policy
 

@@ -40,7 +40,7 @@ from ppstream.core.errors import (
 from ppstream.core.specs import TensorSpec
 from ppstream.core.user_code import how_it_ends
 from ppstream.core.version import VERSION
-from ppstream.launch.rank_exit import Course
+from ppstream.launch.course import Course
 from ppstream.links.protocol import Neighbours
 from ppstream.links.slots import BACK, Position
 from ppstream.observe.run_folder import Run, boot_id

@@ -9,30 +9,27 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Final, Protocol
 
 from ppstream.control.peer_process import HeldProcess, command, descendants, everybody, of_rank
-from ppstream.control.watchdog import ProgressMark, Watchdog, where
+from ppstream.control.watchdog import where
 from ppstream.core.clock import NS_PER_S, now_ns
 from ppstream.core.errors import OTHER_LEFT, ExitCode, PeerLeftError, StoppedEarlyError
 from ppstream.core.user_code import how_it_ends
 from ppstream.links import nccl_dump
 from ppstream.observe.run_folder import Run
-from ppstream.wire.rank_messages import Goodbye
 
 if TYPE_CHECKING:
-    from ppstream.config.schema import PipelineConfig
     from ppstream.control.peer import Peer
 
 LOST_GRACE_S: Final = 1.0  # a rank whose peer is gone leaves by itself within this, or is made to
 CLOSE_GRACE_S: Final = 25.0  # to close all it has opened, once it has decided; torchrun gives 30 s
 SEE_OUT_S: Final = LOST_GRACE_S + 1.0  # a policy rank that has not left by then is ended
 BEREFT_SEE_OUT_S: Final = 0.7  # the same when the launcher is gone: nobody else would end it
-WAIT_SPARE_NS: Final = 4 * NS_PER_S  # a thread that waits for the other rank's is never named first
 ZOMBIE_S: Final = 0.1  # from the end of a process's sockets to its own
 TELL_LIMIT_S: Final = 2.0  # a disk or terminal that stands cannot hold up the end
 STACKS_S: Final = 0.1  # for a rank that is about to be ended to write its stacks
@@ -208,24 +205,25 @@ class RankEnd:
     def end_of_main_thread(self, code: ExitCode, reason: str) -> tuple[ExitCode, str]:
         """Returns this rank's end when its main thread ends with ``code``.
 
-        All ranks lose their launcher at once: one may hear that another left because of that before
-        its own lookout has looked.
+        All ranks lose their launcher at once: a rank may hear of another's end before its lookout
+        has looked.
         """
         if self.launcher_lost is None and self.lookout is not None:
             self.launcher_lost = self.lookout.launcher_lost()
         if self.launcher_lost is not None and code in (ExitCode.DRAINED, ExitCode.PEER_LOST):
             return ExitCode.PEER_LOST, self.launcher_lost
         self._look_for_run()
-        if code is ExitCode.PEER_LOST and (drained := self._how_rank0_drained()):
+        if code is not ExitCode.PEER_LOST:
+            return code, reason
+        if drained := self._how_rank0_drained():
             return ExitCode.DRAINED, drained
         first = self.run and self.run.failed_before(self.rank, self.generation)
-        if code is ExitCode.PEER_LOST and first and not self.peers:  # nobody said goodbye
+        if first and not self.peers:  # nobody said goodbye
             return first[1].exit_code, str(first[1])
-        if code is ExitCode.PEER_LOST and self.peer_lost is not None:
+        if self.peer_lost is not None:
             return code, self.peer_lost
-        if code is ExitCode.PEER_LOST and self.peer_reason is None and (how := self._another[1]):
-            reason += f"; it ended with {how}"
-        return code, reason
+        how = "" if self.peer_reason is not None else self._another[1]
+        return code, f"{reason}; it ended with {how}" if how else reason
 
     def _look_for_run(self) -> None:
         """Before a policy rank meets rank 0: finds the run of its launcher, if it has begun."""
@@ -394,91 +392,6 @@ def _print(text: str) -> None:
     """One line on standard error, by the shortest way there is: nobody may be listening."""
     with suppress(OSError):
         os.write(STDERR, f"{text}\n".encode(errors="backslashreplace"))
-
-
-# ---- what is watched ----------------------------------------------------------------------------
-
-
-class Loop(Protocol):
-    """A rank's loop, as the watchdog sees it."""
-
-    @property
-    def marks(self) -> Sequence[ProgressMark]: ...
-
-    @property
-    def standstill_ns(self) -> int: ...
-
-
-class Course:
-    """A rank from its start to its end, for the watchdog: its loop while one runs, else its thread.
-
-    Attributes:
-        loop: None until it is built.
-
-    Args:
-        config: says how long a start may take.
-        thread: as of ``RankEnd``.
-    """
-
-    def __init__(self, config: PipelineConfig, thread: str = RankEnd.thread) -> None:
-        self.loop: Loop | None = None
-        self._mark = ProgressMark(thread, lambda: self._step).__enter__()  # it never rests
-        self._step = ""
-        self._steps = 0
-        self._start_ns = round(config.liveness.start_s * NS_PER_S)
-
-    @property
-    def marks(self) -> Sequence[ProgressMark]:
-        loops = self.loop.marks if self.loop is not None else ()
-        if any(mark.is_running for mark in loops):
-            return loops
-        self._mark.turns = self._steps + sum(mark.turns for mark in loops)
-        return (self._mark,)
-
-    @property
-    def standstill_ns(self) -> int:
-        if self.loop is not None and self._mark not in self.marks:
-            return self.loop.standstill_ns
-        return self._start_ns if self._step else self._start_ns + WAIT_SPARE_NS
-
-    @property
-    def step_name(self) -> str:
-        """The call that the main thread is in; empty: none of those that may take long."""
-        return self._step
-
-    @contextmanager
-    def step(self, name: str) -> Iterator[None]:
-        """Inside: one call that may take long, as a build does; it is named when it stands."""
-        self._step, self._steps = name, self._steps + 1
-        try:
-            yield
-        finally:
-            self._step, self._steps = "", self._steps + 1
-
-
-def start_watchdog(config: PipelineConfig, loop: Loop, end: RankEnd) -> Watchdog:
-    """A watchdog over ``loop`` that ends this rank with 21, and tells the other one why."""
-
-    def leave(text: str) -> None:
-        try:
-            for peer in end.peers.values():
-                peer.send(Goodbye(int(ExitCode.WATCHDOG), text))
-            end.save_nccl_dump(ExitCode.WATCHDOG)
-        except Exception as error:  # noqa: BLE001 - nothing may keep a stuck rank
-            end.complain("the other rank is not told", error)
-        finally:
-            end.leave(ExitCode.WATCHDOG, text)
-
-    assert end.run is not None, "a run that has not begun cannot be stuck"
-    watchdog = Watchdog(
-        lambda: loop.marks,
-        lambda: loop.standstill_ns,
-        leave,
-        end.run.stacks_path(end.rank, end.generation),
-        takes_signals=end.takes_signals,
-    )
-    watchdog.start()
-    return watchdog
 
 
 # ---- signals ------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from ppstream.core.waiter import Waiter
 from ppstream.cuda import startup
 from ppstream.ingest.window import input_specs
 from ppstream.launch import auto_cut, device_ranks, guard, handshake, rank_exit
+from ppstream.launch.course import Course, start_watchdog
 from ppstream.launch.mesh import Mesh, open_mesh
 from ppstream.launch.monitoring import Monitoring
 from ppstream.launch.placement import Placement
@@ -65,7 +66,7 @@ def run_back(config: PipelineConfig, end: rank_exit.RankEnd, world_size: int) ->
     torch.set_grad_enabled(False)  # else graphs of all calls would hang on the outputs
     placement = device_ranks.place_here(config, world_size)  # rank 0 that refuses hosts no store
     with ExitStack() as stack, end.closing():
-        course = rank_exit.Course(config)
+        course = Course(config)
         stack.enter_context(Progress(lambda _now: _wait(course), f"rank {end.rank}"))
         store = _join(config, course)
         end.generation = store.generation
@@ -78,7 +79,7 @@ def run_back(config: PipelineConfig, end: rank_exit.RankEnd, world_size: int) ->
         handshake.start_heartbeat(
             config, peer, lambda: met[0].progress if met else 0, end.leave_when_lost, process, stack
         )
-        stack.callback(rank_exit.start_watchdog(config, course, end).stop)
+        stack.callback(start_watchdog(config, course, end).stop)
         with handshake.saying_goodbye(peer):
             at = config.placement.place_of(store.rank)
             connect = handshake.connect_neighbours
@@ -117,7 +118,7 @@ def run_back(config: PipelineConfig, end: rank_exit.RankEnd, world_size: int) ->
         return reason
 
 
-def _join(config: PipelineConfig, course: rank_exit.Course) -> LauncherStore:
+def _join(config: PipelineConfig, course: Course) -> LauncherStore:
     limit_s = config.liveness.handshake_s
     whole = open_store(timeout_s=limit_s)
     handshake.hash_weights(config, course, whole)
@@ -132,7 +133,7 @@ def _look_out(end: rank_exit.RankEnd, loop: PolicyRank, rank0: Peer | None) -> N
             end.lookout.listen_to(rank0)
 
 
-def _wait(course: rank_exit.Course) -> Wait | None:
+def _wait(course: Course) -> Wait | None:
     """Returns what this rank waits for on its way; StopIteration: its loop runs."""
     if course.loop is not None:
         raise StopIteration

@@ -30,6 +30,7 @@ from ppstream.core.version import VERSION
 from ppstream.cuda import startup
 from ppstream.ingest.intake import Intake, build_intake
 from ppstream.launch import auto_cut, device_ranks, handshake, rank_exit
+from ppstream.launch.course import Course, start_watchdog
 from ppstream.launch.monitoring import Monitoring
 from ppstream.launch.placement import Placement
 from ppstream.launch.progress import Progress
@@ -91,13 +92,13 @@ def run_front(
     end.run = run
     placement = device_ranks.place_here(config, world_size)  # what it refuses is recorded
     describe_topology(run, config, placement)
-    course = rank_exit.Course(config, end.thread)
+    course = Course(config, end.thread)
     with ExitStack() as stack, end.closing():
         launcher = None
         if not placement.is_inline:
             launcher = open_store(timeout_s=config.liveness.handshake_s)
             end.generation = begin_generation(launcher, end.generation)
-        stack.callback(rank_exit.start_watchdog(config, course, end).stop)
+        stack.callback(start_watchdog(config, course, end).stop)
         stack.enter_context(Progress(WayToReady(course), "rank 0"))
         run.describe(weights_sha256=handshake.hash_weights(config, course, launcher))
         met = None if launcher is None else _connect(config, launcher, course, end, run, stack)
@@ -114,7 +115,7 @@ Met = tuple[tuple[Peer, ...], LauncherStore]  # the policy ranks, in order
 def _connect(
     config: PipelineConfig,
     launcher: LauncherStore,
-    course: rank_exit.Course,
+    course: Course,
     end: rank_exit.RankEnd,
     run: Run,
     stack: ExitStack,
@@ -146,7 +147,7 @@ def _connect(
 def _serve(
     config: PipelineConfig,
     placement: Placement,
-    course: rank_exit.Course,
+    course: Course,
     end: rank_exit.RankEnd,
     run: Run,
     met: Met | None,
@@ -205,7 +206,7 @@ def _pipelined(
     parts: Rank0Parts,
     placement: Placement,
     intake: Intake,
-    course: rank_exit.Course,
+    course: Course,
     end: rank_exit.RankEnd,
     met: Met,
     stack: ExitStack,
@@ -334,7 +335,7 @@ def _meter_compiler(rank0: Rank0Loop, runs: object) -> None:
         rank0.on_phase.append(lambda phase: meter.phase(phase, rank0.log.event))
 
 
-def _build_front(config: PipelineConfig, course: rank_exit.Course) -> tuple[Policy, ...] | None:
+def _build_front(config: PipelineConfig, course: Course) -> tuple[Policy, ...] | None:
     """All parts of the policy, those of rank 0 loaded; None: it has none."""
     if 0 not in config.placement.cut:
         return None

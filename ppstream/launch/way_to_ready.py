@@ -9,8 +9,8 @@ from typing import Final
 from ppstream.analysis.segments import ALONE
 from ppstream.core.clock import NS_PER_S
 from ppstream.core.phases import BRING_UP
+from ppstream.launch.course import Course
 from ppstream.launch.progress import Wait
-from ppstream.launch.rank_exit import Course
 from ppstream.pipeline.loop import Rank0Loop
 
 STEPS: Final = 10  # looks that found a new envelope: the pace is that of the newest ones

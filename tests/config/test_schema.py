@@ -248,6 +248,10 @@ def test_values_at_their_limits_are_accepted(changes: dict[str, Any]) -> None:
             "(streams[0].rate_hz = 1000)",
         ),
         (
+            {"actions__dt_ms": 0.05, "pipeline__pacing": "saturated"},
+            "less than the 1 ms between two (streams[0].rate_hz = 1000)",
+        ),
+        (
             {"actions__horizon": 1, "pipeline__pacing": "sample:pose", "actions__dt_ms": 9.9},
             "= 9.9 ms a chunk, less than the 10 ms between two (streams[1].rate_hz = 100)",
         ),
@@ -274,7 +278,6 @@ def test_chunks_that_end_before_the_next_one_are_a_warning(
         {"actions__horizon": 1, "pipeline__pacing": "sample:pose"},
         {"actions__dt_ms": 66.666, "actions__horizon": 1}
         | {"pipeline__pacing": "tick", "pipeline__tick_hz": 15.0},
-        {"actions__dt_ms": 0.05, "pipeline__pacing": "saturated"},
         {"actions__dt_ms": 0.05, "pipeline__windows": "scheduled"},
         {"actions__dt_ms": 0.05, "streams__0__rate_hz": None, "streams__0__max_request_hz": 1000.0},
     ],

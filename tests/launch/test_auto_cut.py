@@ -31,7 +31,7 @@ from ppstream.launch.auto_cut import (
     table_lines,
     time_parts,
 )
-from ppstream.launch.rank_exit import Course
+from ppstream.launch.course import Course
 from ppstream.observe.run_folder import Run
 from ppstream.policy.compatibility import build_parts
 from ppstream.policy.graphed import WARM_UP_CALLS

@@ -27,8 +27,8 @@ from ppstream.control.generation import BUSY
 from ppstream.control.peer import Peer
 from ppstream.core.errors import ConfigError, HandshakeError, ProtocolError
 from ppstream.launch import handshake
+from ppstream.launch.course import Course
 from ppstream.launch.handshake import compare_facts, configuration_facts
-from ppstream.launch.rank_exit import Course
 from ppstream.observe.run_folder import Run
 from ppstream.wire.fields import WIRE_MAJOR
 from ppstream.wire.rank_messages import (

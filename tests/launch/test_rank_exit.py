@@ -24,8 +24,9 @@ from ppstream.core.errors import (
     StoppedEarlyError,
 )
 from ppstream.core.user_code import how_it_ends
+from ppstream.launch.course import Course
 from ppstream.launch.handshake import saying_goodbye
-from ppstream.launch.rank_exit import Course, RankEnd
+from ppstream.launch.rank_exit import RankEnd
 from ppstream.observe.run_folder import Run
 from ppstream.wire.rank_messages import Goodbye
 from ppstream_kernels.kernel_launch import checked

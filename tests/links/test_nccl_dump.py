@@ -11,7 +11,8 @@ from pipeline_in_process import small_config
 
 from ppstream.control.watchdog import ProgressMark
 from ppstream.core.errors import ExitCode
-from ppstream.launch.rank_exit import RankEnd, start_watchdog
+from ppstream.launch.course import start_watchdog
+from ppstream.launch.rank_exit import RankEnd
 from ppstream.links import nccl_dump
 from ppstream.observe.run_folder import Run
 

@@ -232,7 +232,7 @@ MUTANTS: Final = (
     ),
     Mutant(
         "a start that stands is watched",
-        "ppstream/launch/rank_exit.py",
+        "ppstream/launch/course.py",
         "ProgressMark(thread, lambda: self._step).__enter__()",
         "ProgressMark(thread, lambda: self._step)",
         "build-never-ends",
