@@ -22,7 +22,7 @@ from ppstream.analysis.period_model import deeper, limiting_term, period, window
 from ppstream.analysis.place_table import better_cut, place_rows
 from ppstream.analysis.records import ENVELOPES, TOTAL, Envelope, Json, RunLog
 from ppstream.analysis.requests import requests_of, streams_on_request
-from ppstream.analysis.robot_states import longest_held
+from ppstream.analysis.robot_states import longest_held, with_waits
 from ppstream.analysis.run_ends import failed_end
 from ppstream.analysis.run_report import (
     OldestAction,
@@ -327,7 +327,7 @@ def _service(run: RunLog) -> ServiceReport | None:
         verdict=verdict if reasons else Verdict.PASS,
         reasons=reasons,
         gaps=chunk_gaps(run, ready, lease_ns),
-        robots=run.robot_states,
+        robots=with_waits(run),
         rule_counts=run.rule_counts,
         streams=tuple(ledger for ledger in found if ledger.holes is not None),
         requests=requests_of(run.config, ready),
@@ -356,7 +356,7 @@ def _unserved(run: RunLog) -> ServiceReport | None:
         drops=drops(run, ()),
         verdict=Verdict.INCONCLUSIVE,
         reasons={"SERVICE_UNSERVED": f"robot {names[0]}{more} there and got no chunk{why}"},
-        robots=run.robot_states,
+        robots=with_waits(run),
         streams=tuple(ledger for ledger in samples if ledger.holes is not None),
     )
 

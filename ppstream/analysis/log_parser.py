@@ -31,7 +31,7 @@ from ppstream.analysis.records import (
     Topology,
     header_words,
 )
-from ppstream.analysis.requests import GatewayTotals, WindowRequests
+from ppstream.analysis.requests import GatewayTotals, WindowRequests, streams_on_request
 from ppstream.analysis.robot_states import ChunkReports, RobotStates
 from ppstream.core.errors import LogError
 from ppstream.core.quantiles import BINS
@@ -73,7 +73,8 @@ def parse_run(
     """
     check_schema(manifest, "run.json")
     topology = _topology(manifest)
-    found = _Sorted(manifest.get("run_id"), topology)
+    config = mapping_of(manifest.get("config"))
+    found = _Sorted(manifest.get("run_id"), topology, is_asked=bool(streams_on_request(config)))
     for line in lines:
         found.add(line)
     newest = max((generation for generation, _ in found.ledgers), default=0)
@@ -85,7 +86,7 @@ def parse_run(
     return RunLog(
         run_id=str(manifest.get("run_id", "?")),
         topology=topology,
-        config=mapping_of(manifest.get("config")),
+        config=config,
         finished=manifest.get("finished_utc") is not None,
         envelopes=tuple(sorted(joined, key=_order)),
         events=tuple(found.events),
@@ -118,7 +119,7 @@ def parse_run(
 class _Sorted:
     """Lines by their kind."""
 
-    def __init__(self, run_id: object, topology: Topology) -> None:
+    def __init__(self, run_id: object, topology: Topology, *, is_asked: bool) -> None:
         self.envelopes: list[Envelope] = []
         self.places: list[dict[_Key, PolicyLine]] = [{} for _ in topology.ranks]
         self.answered_by: dict[_Key, int] = {}
@@ -134,7 +135,7 @@ class _Sorted:
         self.requests = GatewayTotals()
         self.unbelievable = self.ignored = 0
         self.strangers: dict[str, None] = {}  # an ordered set
-        self.window_requests = WindowRequests()
+        self.window_requests = WindowRequests(is_asked=is_asked)
         self._run_id = run_id
 
     def add(self, line: LogLine) -> None:

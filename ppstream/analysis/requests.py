@@ -55,12 +55,13 @@ class WindowRequests:
     """Counts robots with a newer window, for the reader: lines come in the order of their ends.
 
     Attributes:
-        first_waits_ns: by session, from the begin of its first window to its first chunk; until
-            there is one, to the end of its newest window.
+        first_waits_ns: by session, from the first envelope with its row to its first chunk; until
+            there is one, to the end of the newest. Of robots that ask, from their first window.
         gaps_ns: by session, the longest from one chunk to the next.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_asked: bool = False) -> None:
+        self._is_asked = is_asked  # streams come on request: who sends nothing waits for nothing
         self.first_waits_ns: dict[int, int] = {}
         self.gaps_ns: dict[int, int] = {}
         self._served_ns: dict[int, tuple[int, int]] = {}  # its first and newest windows in service
@@ -77,7 +78,7 @@ class WindowRequests:
         envelope.asked = envelope.asked_ahead = 0
         for session, episode, end in rows:
             if session > 0:
-                self._wait(session, envelope)
+                self._wait(session, envelope, has_window=bool(end))
                 self._see(session, envelope)
             if session > 0 and end:  # else its row was absent, and had no chunk
                 self._chunk(session, envelope)
@@ -97,16 +98,20 @@ class WindowRequests:
             first, newest = self._served_ns.get(session, (envelope.tA0, envelope.tA0))
             self._served_ns[session] = min(first, envelope.tA0), max(newest, envelope.tA0)
 
-    def _wait(self, session: int, envelope: Envelope) -> None:
+    def _wait(self, session: int, envelope: Envelope, *, has_window: bool) -> None:
+        """Counts the envelope to the wait; one of other robots alone does not end it."""
         begun_ns = self._begun_ns.get(session)
-        if envelope.tA0 is None or (begun_ns is None and session in self.first_waits_ns):
+        is_over = begun_ns is None and session in self.first_waits_ns
+        if envelope.tA0 is None or is_over:
             return
         if begun_ns is None:
+            if self._is_asked and not has_window:
+                return
             begun_ns = self._begun_ns[session] = envelope.tA0
         stamps = (envelope.tEmit, envelope.tDecode, envelope.tRecv, envelope.tSend)
         ended_ns = next((ns for ns in stamps if ns is not None), envelope.tA0)
         self.first_waits_ns[session] = ended_ns - begun_ns
-        if envelope.is_emitted:
+        if has_window and envelope.is_emitted:
             del self._begun_ns[session]
 
     def _chunk(self, session: int, envelope: Envelope) -> None:

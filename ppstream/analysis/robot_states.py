@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from itertools import chain
 from typing import NamedTuple
 
-from ppstream.analysis.records import Chunks, RobotStateLine
+from ppstream.analysis.records import Chunks, RobotStateLine, RunLog
 from ppstream.analysis.requests import ROBOTS_MAX
 
 
@@ -75,6 +75,18 @@ class RobotAccount(NamedTuple):
     faults: int | None
     fault: str  # the newest; empty: none
     chunk_gap_ns: int | None  # the longest
+
+
+def with_waits(run: RunLog) -> tuple[RobotStateLine, ...]:
+    """The accounts of sessions; a wait for the first chunk, which rank 0 saw, is a gap as well."""
+    return tuple(
+        state
+        if state.chunk_gap_ns is None
+        else state._replace(
+            chunk_gap_ns=max(state.chunk_gap_ns, run.first_waits_ns.get(state.session, 0))
+        )
+        for state in run.robot_states
+    )
 
 
 def robot_accounts(states: Iterable[RobotStateLine]) -> list[RobotAccount]:

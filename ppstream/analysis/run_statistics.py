@@ -229,6 +229,8 @@ class ChunkGaps(NamedTuple):
     limit_ns: int
     first_ns: int = 0  # the longest wait of a robot for its first one
     is_by_session: bool = False  # robots tell of their longest one alone
+    robot: str = ""  # whose the longest was; empty: not known
+    first_robot: str = ""  # who waited ``first_ns``
 
     def above_text(self, limit: str) -> str:
         """For people, who know ``limit_ns`` as ``limit``."""
@@ -244,19 +246,26 @@ def chunk_gaps(run: RunLog, served: Iterable[Envelope], limit_ns: int) -> ChunkG
     between chunks; how long it waited for its first one, rank 0 knows.
     """
     waits = run.first_waits_ns
-    first_ns = max(waits.values(), default=0)
+    names = {state.session: state.robot or "" for state in run.robot_states}
+    last = max(waits, key=lambda session: waits[session], default=0)  # to get a first one
+    first_ns, first_robot = waits.get(last, 0), names.get(last, "")
     told = {one.session: one.chunk_gap_ns for one in run.robot_states if one.chunk_gap_ns}
-    if told and not is_on_request(run.config):
+    is_by_session = bool(told) and not is_on_request(run.config)
+    if is_by_session:
         longest = {**run.session_gaps_ns, **told}
         for session, wait_ns in waits.items():
             longest[session] = max(wait_ns, longest.get(session, 0))
-        above = sum(gap > limit_ns for gap in longest.values())
-        return ChunkGaps(max(longest.values()), above, limit_ns, first_ns, is_by_session=True)
-    emits = sorted(e.tEmit for e in served if e.is_emitted and e.tEmit is not None)
-    between = [] if is_on_request(run.config) else [b - a for a, b in pairwise(emits)]
-    if not (gaps := [*between, *waits.values()]):
+        gaps = [*longest.values()]
+        robot = names.get(max(longest, key=lambda session: longest[session]), "")
+    else:
+        emits = sorted(e.tEmit for e in served if e.is_emitted and e.tEmit is not None)
+        between = [] if is_on_request(run.config) else [b - a for a, b in pairwise(emits)]
+        gaps = [*between, *waits.values()]
+        robot = first_robot if max(gaps, default=0) == first_ns else ""
+    if not gaps:
         return None
-    return ChunkGaps(max(gaps), sum(gap > limit_ns for gap in gaps), limit_ns, first_ns)
+    above = sum(gap > limit_ns for gap in gaps)
+    return ChunkGaps(max(gaps), above, limit_ns, first_ns, is_by_session, robot, first_robot)
 
 
 def deadlines(envelopes: Iterable[Envelope]) -> dict[str, object] | None:

@@ -236,10 +236,13 @@ def _trouble(service: ServiceReport) -> str:
     if gaps is None:
         return ""
     # a robot that had no need of chunks held for none; one that waits for its first does not hold
-    starved_ns = gaps.first_ns if _never_held(service) else gaps.longest_ns
+    starved_ns, robot = gaps.longest_ns, gaps.robot
+    if _never_held(service):
+        starved_ns, robot = gaps.first_ns, gaps.first_robot
     if starved_ns > gaps.limit_ns:
         lease = f"the lease of {in_ms(gaps.limit_ns)} ms"
-        once = f"a robot once had no new chunk for {in_ms(starved_ns)} ms, longer than {lease}"
+        who = f"robot {robot}" if robot else "a robot"
+        once = f"{who} once had no new chunk for {in_ms(starved_ns)} ms, longer than {lease}"
         return once + _silent_stream(service)
     if held_ns > gaps.limit_ns:
         holds = sum(robot.holds or 0 for robot in service.robots)
@@ -362,6 +365,8 @@ def _gap_figure(service: ServiceReport | None) -> Figure:
         return Figure("longest gap", "unknown", why)
     note = "before a robot's first chunk" if on_request else "without a new chunk in service"
     note += f"; {gaps.above_text(f'the lease of {in_ms(gaps.limit_ns)} ms')}"
+    if gaps.robot and gaps.longest_ns > gaps.limit_ns:
+        note += f"; robot {gaps.robot}"
     if held_ns := _held_ns(service):
         note += f"; robots held for {in_ms(held_ns)} ms"
     return Figure("longest gap", f"{in_ms(gaps.longest_ns)} ms", note, bool(_trouble(service)))

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 from faulty_runs import robot
-from golden_runs import Fields, GoldenRun, simulate, stages
+from golden_runs import Fields, GoldenRun, ms, simulate, stages
 from judging import judged
+
+from ppstream.report.text import lines_of
 
 ARM, LEG = 5, 6  # sessions
 WHOLE = range(700)  # envelopes, 10 ms each
@@ -73,3 +75,40 @@ def test_a_robot_is_judged_in_all_its_sessions() -> None:
         golden.lines[k]["session"] = [ARM, 7]
     golden.tell(robot(session=7, robot="leg"), *(report(7, k, 0) for k in range(300)))
     assert service(golden) == {}
+
+
+# ---- how long a robot waited for its first chunk ------------------------------------------------
+
+
+def late(envelopes: int) -> GoldenRun:
+    """The leg's first window is whole behind so many envelopes that are the arm's alone."""
+    golden = run(has_window=False).set("config.actions", {"lease_ms": 300.0})
+    for line in golden.lines[envelopes:]:
+        line["window_end_ns"] = [line["window_end_ns"][0]] * 2
+    return golden
+
+
+@pytest.mark.parametrize(("envelopes", "waited"), [(200, "2 s"), (700, "7 s")])
+def test_a_wait_for_the_first_chunk_beside_a_robot_that_is_served_is_told(
+    envelopes: int, waited: str
+) -> None:
+    report = judged(late(envelopes))
+    assert report.service is not None
+    assert report.service.gaps is not None
+    assert f"{report.service.gaps.longest_ns / ms(1000):.0f} s" == waited
+    gap = report.figures[2]
+    assert gap.is_bad
+    assert gap.note.endswith("in 1 session above the lease of 300 ms; robot leg")
+    arm, leg = (row for row in lines_of(report) if row.text.startswith("  robot"))
+    assert "longest without a new chunk 30.0 ms" in arm.text
+    assert f"longest without a new chunk {gap.value}" in leg.text
+    if envelopes < len(WHOLE):
+        assert f"robot leg once had no new chunk for {gap.value}" in report.sentence
+
+
+def test_a_robot_that_asks_waits_from_its_first_question_on() -> None:
+    golden = late(200).set("config.streams", [{"name": "joints", "max_request_hz": 5.0}])
+    report = judged(golden)
+    assert report.service is not None
+    assert report.service.gaps is not None
+    assert report.service.gaps.first_ns < ms(300)
