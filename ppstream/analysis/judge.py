@@ -337,17 +337,11 @@ def _service(run: RunLog) -> ServiceReport | None:
 
 
 def _unserved(run: RunLog) -> ServiceReport | None:
-    """Of a run that was ready for longer than a lease, had a robot and gave it no chunk."""
-    told = run.ages_ns or run.unexecuted_ages_ns
-    if not run.robot_states or told or streams_on_request(run.config):
+    """Of a run that had robots in service and began no window of theirs."""
+    reasons = unmoved(run, _lease_ns(run))
+    if not reasons:
         return None
-    if _longest_ready_ns(run) <= _lease_ns(run):
-        return None
-    names = list(dict.fromkeys(state.robot or state.name for state in run.robot_states))
-    more = f" and {len(names) - 1} more were" if len(names) > 1 else " was"
     samples = [led for led in run.ledgers if led.stream not in (TOTAL, ENVELOPES)]
-    silent = [ledger.stream for ledger in samples if not ledger.received]
-    why = f": no sample of {', '.join(silent)} came" if silent else ""
     return ServiceReport(
         limited_by=None,
         latency=None,
@@ -355,25 +349,10 @@ def _unserved(run: RunLog) -> ServiceReport | None:
         utilisation=None,
         drops=drops(run, ()),
         verdict=Verdict.INCONCLUSIVE,
-        reasons={"SERVICE_UNSERVED": f"robot {names[0]}{more} there and got no chunk{why}"},
+        reasons=reasons,
         robots=with_waits(run),
         streams=tuple(ledger for ledger in samples if ledger.holes is not None),
     )
-
-
-def _longest_ready_ns(run: RunLog) -> int:
-    """Time for which a generation served, by rank 0's clock: to its last event or ledger."""
-    began: dict[int, int] = {}
-    lasted_ns = 0
-    marks = [(event.t, event.generation, event.phase) for event in run.events if event.rank == 0]
-    marks += [(ledger.t, ledger.generation, None) for ledger in run.envelope_ledgers]
-    for t, generation, phase in marks:
-        if t is not None and phase in SERVING:
-            began[generation] = min(t, began.get(generation, t))
-    for t, generation, _ in marks:
-        if t is not None and generation in began:
-            lasted_ns = max(lasted_ns, t - began[generation])
-    return lasted_ns
 
 
 def _calls_by_rows(run: RunLog, ready: Iterable[Envelope]) -> dict[int, int] | None:
@@ -433,7 +412,7 @@ def _service_reasons(run: RunLog, ready: list[Envelope]) -> dict[str, str]:
     oldest, chunks = _oldest(run), _chunks(run)
     if chunks is not None and chunks.late_share > LATE_MAX:
         found["SERVICE_LATE"] = str(chunks)
-    unserved = unmoved(run, lasted_ns)
+    unserved = unmoved(run, _lease_ns(run), lasted_ns)
     if "SERVICE_LATE" in found:  # which says why
         unserved.pop("SERVICE_UNEXECUTED", None)
     found |= unserved

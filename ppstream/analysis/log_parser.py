@@ -102,7 +102,7 @@ def parse_run(
         robot_states=found.states.by_session(),
         first_waits_ns=found.window_requests.first_waits_ns,
         session_gaps_ns=found.window_requests.gaps_ns,
-        session_times_ns=found.window_requests.times_ns(),
+        sessions_begun=found.states.begun,
         session_chunks=found.chunks.by_session,
         unbelievable=found.unbelievable,
         strangers=tuple(found.strangers),

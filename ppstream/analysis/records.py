@@ -461,9 +461,8 @@ class RunLog:
     robot_states: tuple[RobotStateLine, ...] = ()  # by session
     first_waits_ns: Mapping[int, int] = field(default_factory=dict)  # by session, for a chunk
     session_gaps_ns: Mapping[int, int] = field(default_factory=dict)  # the longest, of rank 0
-    session_times_ns: Mapping[int, int] = field(
-        default_factory=dict
-    )  # that it had a row in service
+    #: By session: its generation, and rank 0's stamp of the first that its robot told of itself.
+    sessions_begun: Mapping[int, tuple[int, int]] = field(default_factory=dict)
     session_chunks: Mapping[int, Chunks] = field(default_factory=dict)  # that its robot tells of
     unbelievable: int = 0  # reports of robots that are left out: their ages cannot be
     strangers: tuple[str, ...] = ()  # files with lines of another run, which are left out

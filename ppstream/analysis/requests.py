@@ -12,7 +12,6 @@ from dataclasses import replace
 from typing import Final, NamedTuple
 
 from ppstream.analysis.records import Envelope, Json, RobotRequests
-from ppstream.core.phases import SERVING
 
 WINDOWS_MIN: Final = 20  # fewer show no habit
 ROW_NAMES: Final = ("session", "session_epoch", "window_end_ns")
@@ -64,7 +63,6 @@ class WindowRequests:
         self._is_asked = is_asked  # streams come on request: who sends nothing waits for nothing
         self.first_waits_ns: dict[int, int] = {}
         self.gaps_ns: dict[int, int] = {}
-        self._served_ns: dict[int, tuple[int, int]] = {}  # its first and newest windows in service
         self._chunk_ns: dict[int, int] = {}  # the newest of each session
         self._begun_ns: dict[int, int] = {}  # of each session that has no chunk yet
         #: By session: its newest episode and window's end, and when that envelope was over.
@@ -79,7 +77,6 @@ class WindowRequests:
         for session, episode, end in rows:
             if session > 0:
                 self._wait(session, envelope, has_window=bool(end))
-                self._see(session, envelope)
             if session > 0 and end:  # else its row was absent, and had no chunk
                 self._chunk(session, envelope)
             before, over_ns = self._newest.get(session, (None, 0))
@@ -88,15 +85,6 @@ class WindowRequests:
             envelope.asked += 1
             envelope.asked_ahead += over_ns > (envelope.tA0 or 0)
             self._newest[session] = (episode, end), envelope.tEmit or 0
-
-    def times_ns(self) -> dict[int, int]:
-        """Returns how long each session had a row while envelopes of service began."""
-        return {session: newest - first for session, (first, newest) in self._served_ns.items()}
-
-    def _see(self, session: int, envelope: Envelope) -> None:
-        if envelope.phase in SERVING and envelope.tA0 is not None:
-            first, newest = self._served_ns.get(session, (envelope.tA0, envelope.tA0))
-            self._served_ns[session] = min(first, envelope.tA0), max(newest, envelope.tA0)
 
     def _wait(self, session: int, envelope: Envelope, *, has_window: bool) -> None:
         """Counts the envelope to the wait; one of other robots alone does not end it."""

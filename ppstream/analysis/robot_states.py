@@ -14,9 +14,14 @@ from ppstream.analysis.requests import ROBOTS_MAX
 
 
 class RobotStates:
-    """The newest account of each session: its counts go on."""
+    """The newest account of each session: its counts go on.
+
+    Attributes:
+        begun: by session, its generation and the stamp of its first account.
+    """
 
     def __init__(self) -> None:
+        self.begun: dict[int, tuple[int, int]] = {}
         self._newest: dict[tuple[int, int], RobotStateLine] = {}  # by generation and session
         self._told_before_ns: dict[tuple[int, int], int] = {}
         self._told_at: dict[tuple[int, str], int] = {}  # by generation and robot
@@ -33,6 +38,7 @@ class RobotStates:
             self._told_before_ns[session] = max(0, (state.held_ns or 0) - max(0, t - told_at))
         if t is not None:
             self._told_at[robot] = t
+            self.begun.setdefault(state.session, (generation, t))
         before_ns = self._told_before_ns.get(session, 0)
         held_ns = None if state.held_ns is None else max(0, state.held_ns - before_ns)
         self._newest[session] = state._replace(held_ns=held_ns)

@@ -1,44 +1,113 @@
-"""Robots that a run did not move although it served others, by what they tell. Pure.
+"""Robots that a run did not move, by what they tell. Pure.
 
-A robot that tells of no chunk by a wire of its own is never counted among them, nor is one that
-asks when it likes, or was there for a moment alone.
+A robot that tells of no chunk by a wire of its own is never counted among those that execute none,
+and none is that asks when it likes, or was there for a moment alone.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Final
 
-from ppstream.analysis.records import RunLog
+from ppstream.analysis.records import ENVELOPES, TOTAL, RunLog
 from ppstream.analysis.requests import streams_on_request
 from ppstream.analysis.robot_states import by_robot, name_of
+from ppstream.core.phases import ENDING, SERVING
 
-SHARE_MIN: Final = 0.10  # of the service, in all the robot's sessions
+SHARE_MIN: Final = 0.10  # of a service that moved others, in all the robot's sessions
 TIME_MIN_NS: Final = 5_000_000_000  # and at least so long
 ROBOTS_MAX: Final = 4  # that a sentence names
 
 
-def unmoved(run: RunLog, lasted_ns: int) -> dict[str, str]:
-    """Reasons against a service of ``lasted_ns``, each with its sentence.
+def unmoved(run: RunLog, lease_ns: int, lasted_ns: int = 0) -> dict[str, str]:
+    """Reasons against a service, each with its sentence.
 
-    Rank 0 had a row for the robot all that time. ``SERVICE_UNSERVED``: no window of it was ever
-    whole, and the robot tells of no chunk. ``SERVICE_UNEXECUTED``: it got chunks, and by its own
-    account executed none.
+    ``SERVICE_UNSERVED``: the robot was there in service, and none of its windows came to a chunk.
+    ``SERVICE_UNEXECUTED``: it got chunks, and by its own account executed none.
+
+    Args:
+        run: its records.
+        lease_ns: who is there for no longer wants for nothing.
+        lasted_ns: from the first envelope of service to the last; 0: there was none.
     """
-    if streams_on_request(run.config):
+    nobody_names_rows = lasted_ns and not run.session_gaps_ns
+    if streams_on_request(run.config) or nobody_names_rows:
         return {}
+    least_ns = max(TIME_MIN_NS, SHARE_MIN * lasted_ns) if lasted_ns else lease_ns
+    others = ", beside others that did" if lasted_ns else _silent_streams(run)
+    times_ns = _times_ns(run, lease_ns)
     unserved: list[str] = []
     unexecuted: list[str] = []
     for states in by_robot(run.robot_states):
         sessions = [state.session for state in states]
-        time_ns = sum(run.session_times_ns.get(session, 0) for session in sessions)
-        if time_ns < max(TIME_MIN_NS, SHARE_MIN * lasted_ns):
+        time_ns = sum(times_ns.get(session, 0) for session in sessions)
+        if time_ns < least_ns:
             continue
         told = [run.session_chunks[k] for k in sessions if k in run.session_chunks]
-        who = f"robot {name_of(states)} was there for {time_ns / 1e9:.0f} s"
+        who = f"robot {name_of(states)} was there for {time_ns / 1e9:.1f} s"
         if not told and run.session_gaps_ns.keys().isdisjoint(sessions):
-            unserved.append(f"{who} and got no chunk, beside others that did")
+            unserved.append(f"{who} and got no chunk")
         elif told and not any(chunks.executed for chunks in told):
             total = sum(chunks.total for chunks in told)
             unexecuted.append(f"{who}, got {total} chunks and told of none that it executed")
-    found = {"SERVICE_UNSERVED": unserved, "SERVICE_UNEXECUTED": unexecuted}
-    return {reason: "; ".join(texts[:ROBOTS_MAX]) for reason, texts in found.items() if texts}
+    found = {}
+    if unserved:
+        found["SERVICE_UNSERVED"] = "; ".join(unserved[:ROBOTS_MAX]) + others
+    if unexecuted:
+        found["SERVICE_UNEXECUTED"] = "; ".join(unexecuted[:ROBOTS_MAX])
+    return found
+
+
+def _silent_streams(run: RunLog) -> str:
+    samples = [ledger for ledger in run.ledgers if ledger.stream not in (TOTAL, ENVELOPES)]
+    silent = [ledger.stream for ledger in samples if not ledger.received]
+    return f": no sample of {', '.join(silent)} came" if silent else ""
+
+
+def _times_ns(run: RunLog, lease_ns: int) -> dict[int, int]:
+    """Times for which sessions were there in service; those up to a lease are left out.
+
+    From the first that its robot told of itself to the last that rank 0 heard of it. Logs that do
+    not tell who left have all stay to the end.
+    """
+    served = _served_ns(run)
+    left = {
+        event.fields.get("session"): heard_ns
+        for event in run.events
+        if event.name == "robot_left" and type(heard_ns := event.fields.get("heard_ns")) is int
+    }
+    found = {}
+    for session, (generation, begun_ns) in run.sessions_begun.items():
+        from_ns, to_ns = served.get(generation, (0, 0))
+        time_ns = min(to_ns, left.get(session, to_ns)) - max(from_ns, begun_ns)
+        if time_ns > lease_ns:
+            found[session] = time_ns
+    return found
+
+
+def _served_ns(run: RunLog) -> dict[int, tuple[int, int]]:
+    """Begin and end of each generation's service by rank 0: at its last event or ledger at most."""
+    began: dict[int, int] = {}
+    ended: dict[int, int] = {}
+    newest: dict[int, int] = {}
+    for t, generation, phase in _marks(run):
+        if t is None:
+            continue
+        newest[generation] = max(t, newest.get(generation, t))
+        for phases, first in ((SERVING, began), (ENDING, ended)):
+            if phase in phases:
+                first[generation] = min(t, first.get(generation, t))
+    return {k: (t, min(newest[k], ended.get(k, newest[k]))) for k, t in began.items()}
+
+
+def _marks(run: RunLog) -> Iterator[tuple[int | None, int, str | None]]:
+    """Yields stamps of rank 0, each with its generation and the phase that holds from there on."""
+    for event in run.events:
+        if event.rank == 0:
+            yield event.t, event.generation, event.phase
+    for ledger in run.envelope_ledgers:
+        yield ledger.t, ledger.generation, None
+    for e in run.envelopes:
+        if e.phase in SERVING:
+            yield e.tA0, e.generation, e.phase
+            yield e.tEmit, e.generation, None

@@ -117,6 +117,12 @@ class SessionRequests:
         if self.instructions is not None:
             session.row.awaits_text = self.instructions.is_open(session.id)
 
+    def end(self, session: Session, reason: str) -> None:
+        """The session is over, for the log; ``heard_ns`` is when its robot last said something."""
+        name, heard_ns = printable(session.hello.robot, MAX_NAME), session.heard_ns
+        found = {"robot": name, "reason": reason, "heard_ns": heard_ns}
+        self._log_event("robot_left", session=session.id, **found)
+
     def note(self, session: Session, message: Note) -> None:
         """Whatever a robot says that is neither hello nor samples nor goodbye."""
         if isinstance(message, ChunkReport):

@@ -445,6 +445,7 @@ class Sessions:
         self._counts.closed[reason] += 1
         self._alone = None
         self._table.close(session)
+        self.requests.end(session, reason)
 
     # ---- answers -----------------------------------------------------------------------------
 

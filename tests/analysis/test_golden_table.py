@@ -268,10 +268,20 @@ TABLE: dict[str, Case] = {
             .tell(*chunks([(ms(9.9), 0, 0)] * 90 + [(ms(9.9), 1, ms(9.9))] * 10)), "PASS"),
     "a robot without a chunk": (lambda: unserved(robot(robot="arm")),
         "INCONCLUSIVE SERVICE_UNSERVED",
-        {"says": "robot arm was there and got no chunk: no sample of joints came"}),
+        {"says": "arm (session 5) was there for 1.0 s and got no chunk: no sample of joints came"}),
     "two robots without a chunk": (
         lambda: unserved(robot(robot="arm"), robot(robot="leg", session=6)),
-        "INCONCLUSIVE SERVICE_UNSERVED", {"says": "robot arm and 1 more were there"}),
+        "INCONCLUSIVE SERVICE_UNSERVED",
+        {"says": "arm (session 5) was there for 1.0 s and got no chunk; robot leg"}),
+    "a robot that came in the last moment": (
+        lambda: unserved(robot(robot="arm", t=unserved().extra[-1]["t"] - ms(299))), "PASS"),
+    "a robot that left in the first moment": (
+        lambda: unserved(robot(robot="arm"), event("robot_left", session=5,
+            heard_ns=unserved().extra[-1]["t"] - ms(700))), "PASS"),
+    "a robot that left later": (
+        lambda: unserved(robot(robot="arm"), event("robot_left", session=5,
+            heard_ns=unserved().extra[-1]["t"] - ms(500))),
+        "INCONCLUSIVE SERVICE_UNSERVED", {"says": "was there for 0.5 s and got no chunk"}),
     "no robot came": (lambda: unserved(), "PASS"),
     "a robot, ready for less than a lease": (lambda: unserved(robot(robot="arm"), lease_ms=2000),
         "PASS"),

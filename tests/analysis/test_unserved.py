@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from faulty_runs import robot
+from faulty_runs import event, robot
 from golden_runs import Fields, GoldenRun, ms, simulate, stages
 from judging import judged
 
@@ -24,8 +24,14 @@ def run(leg: range = WHOLE, *, has_window: bool, told: list[int] | None = None) 
         line |= {"session": [ARM, session], "session_epoch": [0, 0]}
         line["window_end_ns"] = [k + 1, (k + 1) * has_window]
     golden.tell(robot(session=ARM, robot="arm"), robot(session=LEG, robot="leg"))
+    golden.tell(left(LEG, golden.lines[leg[-1]]))
     golden.tell(*(report(ARM, k, 1) for k in range(50)))
     return golden.tell(*(report(LEG, k, steps) for k, steps in enumerate(told or ())))
+
+
+def left(session: int, line: Fields) -> Fields:
+    """The robot's end, as of an envelope's begin."""
+    return event("robot_left", session=session, heard_ns=line["tA0"])
 
 
 def report(session: int, seq: int, executed: int) -> Fields:
@@ -40,15 +46,15 @@ def service(golden: GoldenRun) -> dict[str, str]:
 
 def test_a_robot_without_a_window_beside_one_that_is_served_is_unserved() -> None:
     assert service(run(has_window=False)) == {
-        "SERVICE_UNSERVED": "robot leg (session 6) was there for 7 s and got no chunk, beside "
+        "SERVICE_UNSERVED": "robot leg (session 6) was there for 7.0 s and got no chunk, beside "
         "others that did"
     }
 
 
 def test_a_robot_that_executes_none_of_its_chunks_is_told_with_their_number() -> None:
     assert service(run(has_window=True, told=[0] * 600)) == {
-        "SERVICE_UNEXECUTED": "robot leg (session 6) was there for 7 s, got 600 chunks and told of "
-        "none that it executed"
+        "SERVICE_UNEXECUTED": "robot leg (session 6) was there for 7.0 s, got 600 chunks and told "
+        "of none that it executed"
     }
 
 
@@ -73,7 +79,8 @@ def test_a_robot_is_judged_in_all_its_sessions() -> None:
     golden = run(range(350), has_window=True, told=[1] * 300)
     for k in range(350, 700):
         golden.lines[k]["session"] = [ARM, 7]
-    golden.tell(robot(session=7, robot="leg"), *(report(7, k, 0) for k in range(300)))
+    again = robot(session=7, robot="leg", t=golden.lines[350]["tA0"])
+    golden.tell(again, *(report(7, k, 0) for k in range(300)))
     assert service(golden) == {}
 
 

@@ -52,7 +52,7 @@ NUMBER = re.compile(r"-?\d[\d.]*")
 METRIC = re.compile(r"\bppstream_[a-z0-9_]+[a-z0-9]\b")
 GPU = re.compile(r"ppstream_gpu")
 REASON = re.compile(r"[A-Z][A-Z_]{2,}")
-DECIDES = ("verdict", "safety_counts", "judge")  # what gives a run its reasons
+DECIDES = ("verdict", "safety_counts", "judge", "unserved")  # what gives a run its reasons
 #: Options stand in the tool, or in the module of ours that it calls.
 SOURCE = "".join(
     path.read_text()

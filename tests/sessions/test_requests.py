@@ -15,6 +15,7 @@ from ppstream.core.clock import NS_PER_MS, NS_PER_S, now_ns
 from ppstream.observe.log_writer import EnvelopeRecord, TimestampLog
 from ppstream.pipeline.rank0 import write_reports
 from ppstream.sessions.requests import STATES_PER_S
+from ppstream.sessions.table import SILENCE_NS
 from ppstream.wire import robot_messages as m
 from ppstream.wire.fields import MAX_INSTRUCTION, WIRE_MINOR
 
@@ -64,6 +65,15 @@ def test_a_robots_answer_gives_the_offset_of_its_clock_for_the_log(
     assert (name, fields["session"]) == ("robot_clock", session)
     assert fields["uncertainty_ns"] == 2 * NS_PER_MS
     assert abs(fields["offset_ns"] - OFFSET_NS) <= fields["uncertainty_ns"]
+
+
+def test_the_log_has_when_a_robot_that_left_last_said_something(desk: Desk, events: Events) -> None:
+    session = desk.admit(desk.robot(), robot="arm").session
+    heard_ns = desk.now_ns
+    desk.now_ns += SILENCE_NS
+    desk.sessions.drain(desk.now_ns)
+    told = {"session": session, "robot": "arm", "reason": "silent", "heard_ns": heard_ns}
+    assert events == [("robot_left", told)]
 
 
 def test_an_answer_from_the_future_is_ignored(desk: Desk, events: Events) -> None:
