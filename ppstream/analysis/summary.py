@@ -23,6 +23,8 @@ SLOWED: Final = frozenset(
     | {"SERVICE_DROPPED", "SERVICE_HELD", "SERVICE_LATE", "SERVICE_SLOWER"}
     | {"TOO_FEW", "UNNAMED_TIME"}
 )
+#: Reasons on the gain of ranks that work at the same time: robots may be served all the same.
+OF_SPEED: Final = frozenset({"INLINE", *ACCEPTABLE})
 OTHERS_MIN: Final = 0.5  # CPUs that other programs take: a busy machine
 OLDER_NS: Final = 10_000  # of actions: less is not worth a word
 IDLE_SHARE: Final = 0.9  # of the full rate: a service below it has time to spare
@@ -157,12 +159,13 @@ def sentence(report: RunReport) -> str:
 
 
 def _refusal(report: RunReport) -> str:
-    code, more = report.reasons[0], len(report.reasons) - 1
+    refused = [reason for reason in report.reasons if reason not in report.gate.accept]
+    code, more = _deciding(refused), len(refused) - 1
     begin, why, remedy = REASONS[code]
     is_bringup = report.window.phases == {BRING_UP}
     if begin == SERVICE and report.service is not None:
-        passed = "bring-up" if is_bringup else "the judged phase"
-        why = f"{passed} passed, then {report.service.reasons.get(code, '')}"
+        before = _before_service(report, "bring-up" if is_bringup else "the judged phase")
+        why = f"{before}{report.service.reasons.get(code, '')}"
     if code == "INPUT_LIMITED" and not is_bringup:
         remedy = "judge its bring-up, which runs at full speed"
     if code == "INLINE" and report.primary is not None:
@@ -174,6 +177,21 @@ def _refusal(report: RunReport) -> str:
         remedy = _busy_machine(report) + remedy
     codes = code + (f" and {more} more" if more else "")
     return f"{begin}: {why} ({codes}); first {remedy}."
+
+
+def _deciding(refused: list[str]) -> str:
+    """The first reason; one about the robots' service before one about the gain of overlap."""
+    if refused[0] not in OF_SPEED:
+        return refused[0]
+    return next((code for code in refused if REASONS[code][0] == SERVICE), refused[0])
+
+
+def _before_service(report: RunReport, judged: str) -> str:
+    """The begin of a sentence on a service that is refused; empty where the gate refused it."""
+    before = set(report.reasons) - set(report.service.reasons if report.service else ())
+    if not before:
+        return f"{judged} passed, then "
+    return f"{judged} was accepted, then " if before <= set(report.gate.accept) else ""
 
 
 def _busy_machine(report: RunReport) -> str:

@@ -242,6 +242,34 @@ def test_service_that_was_not_like_bring_up_says_so_in_the_sentence() -> None:
 
 
 @pytest.mark.parametrize(
+    ("make", "accept", "says"),
+    [
+        (serialized, ["LOW_OVERLAP"], "bring-up was accepted, then robot of session 7 held"),
+        (
+            serialized,
+            [],
+            "drive a robot again: robot of session 7 held 30% of the time, 0 faults (",
+        ),
+        (inline, [], "drive a robot again: robot of session 7 held 30% of the time, 0 faults ("),
+        (
+            lambda: simulate().put(at=slice(200, 201), outstanding_max=9),
+            ["LOW_OVERLAP"],
+            "a queue held more than its bound (QUEUE_BOUND and 1 more)",
+        ),
+    ],
+)
+def test_sentence_names_no_accepted_reason_and_the_robots_before_the_overlap(
+    make: Callable[[], GoldenRun], accept: list[str], says: str
+) -> None:
+    golden = served(make(), period_ms=40).set("config.bringup", {"accept": accept})
+    golden.tell({"kind": "robot_state", "session": 7, "t": 5, "holds": 3, "held_ns": ms(4000)})
+    report = judged(golden)
+    assert says in report.sentence
+    hides = [reason for reason in report.reasons if reason in accept]
+    assert not any(reason in report.sentence for reason in hides)
+
+
+@pytest.mark.parametrize(
     "golden",
     [simulate(), served(simulate(), period_ms=40), serialized(), inline(), simulate(n=3)],
     ids=["bring-up", "service", "serialized", "inline", "three envelopes"],
