@@ -21,7 +21,7 @@ from ppstream.analysis.memory_use import memory_use
 from ppstream.analysis.period_model import deeper, limiting_term, period, window_star
 from ppstream.analysis.place_table import better_cut, place_rows
 from ppstream.analysis.records import ENVELOPES, TOTAL, Envelope, Json, RunLog
-from ppstream.analysis.requests import requests_of, streams_on_request
+from ppstream.analysis.requests import is_on_request, requests_of, streams_on_request
 from ppstream.analysis.robot_states import longest_held, with_waits
 from ppstream.analysis.run_ends import failed_end
 from ppstream.analysis.run_report import (
@@ -209,11 +209,11 @@ def _age_limit_ns(run: RunLog) -> int | None:
 def _last_step_ns(run: RunLog) -> int | None:
     """All steps of an older chunk are past, as step 0 is due ``dt_ms`` behind its window.
 
-    None: nobody says.
+    None: nobody says, or robots ask for their chunks, which may begin at the answer.
     """
     dt_ns = _actions_ns(run, "dt_ms")
     horizon = _mapping(run.config.get("actions")).get("horizon")
-    if dt_ns is None or not isinstance(horizon, int):
+    if dt_ns is None or not isinstance(horizon, int) or is_on_request(run.config):
         return None
     return (horizon + 1) * dt_ns
 

@@ -263,6 +263,15 @@ TABLE: dict[str, Case] = {
             .tell(*chunks([(ms(10.6), 0, 0)] * 11 + [(ms(9.9), 0, 0)] * 89)),
         "INCONCLUSIVE SERVICE_LATE",
         {"says": "0 of 100 chunks; 11 came too late, 10.6 ms old (p50) of 10 allowed"}),
+    "chunks that were asked for, past their last step": (lambda: served(stages())
+            .set("config.actions", {"lease_ms": 200.0, "dt_ms": 2.0, "horizon": 4})
+            .set("config.streams", [{"name": "joints", "max_request_hz": 5.0}])
+            .tell(*chunks([(ms(33.6), 0, 0)] * 100)), "PASS"),
+    "chunks that were asked for, past their lease": (lambda: served(stages())
+            .set("config.actions", {"lease_ms": 200.0, "dt_ms": 2.0, "horizon": 4})
+            .set("config.streams", [{"name": "joints", "max_request_hz": 5.0}])
+            .tell(*chunks([(ms(201), 0, 0)] * 100)), "INCONCLUSIVE SERVICE_LATE",
+        {"says": "0 of 100 chunks; 100 came too late, 201.0 ms old (p50) of 200 allowed"}),
     "a slow loop skips chunks": (lambda: served(stages())
             .set("config.actions", {"lease_ms": 200.0, "dt_ms": 2.0, "horizon": 4})
             .tell(*chunks([(ms(9.9), 0, 0)] * 90 + [(ms(9.9), 1, ms(9.9))] * 10)), "PASS"),
