@@ -34,6 +34,20 @@ def failed_end(run: RunLog) -> str:
     return f"rank {shown(rank)} ended with {code} {name}: {reason}"
 
 
+def lost_end(run: RunLog) -> str:
+    """A service whose log stops before the run did; empty: it has its end, or the run goes on."""
+    told = [e for e in run.events if e.rank == 0 and e.phase is not None]
+    newest = max((e.generation for e in told), default=0)
+    phases = {e.phase for e in told if e.generation == newest}
+    if SERVING.isdisjoint(phases) or not ENDING.isdisjoint(phases):
+        return ""
+    if run.finished and _end(run, 0).get("code", ExitCode.DRAINED) == ExitCode.DRAINED:
+        return "the log has no end of the service (phase draining), which the run came to"
+    if run.torn_lines and not run.finished:
+        return "the log stops in the middle of a line: its disk was full, or the run was killed"
+    return ""
+
+
 def end_sentences(run: RunLog, window: JudgedSpan) -> Iterator[str]:
     """Yields what the log tells of starts and ends; of service a reason of the verdict tells it."""
     generations = sorted({e.generation for e in run.envelopes})
@@ -44,7 +58,7 @@ def end_sentences(run: RunLog, window: JudgedSpan) -> Iterator[str]:
         )
     has_served = any(e.phase in SERVING for e in run.envelopes)
     if has_served and not run.finished:
-        yield "run.json has no end of this run: it is still running, or was killed"
+        yield "run.json has no end of this run: it runs on, was killed, or its disk was full"
     if not has_served and (failed := failed_end(run)):
         yield failed
     elif phase := last_before_ready(run):

@@ -163,9 +163,9 @@ def _refusal(report: RunReport) -> str:
     code, more = _deciding(refused), len(refused) - 1
     begin, why, remedy = REASONS[code]
     is_bringup = report.window.phases == {BRING_UP}
-    if begin == SERVICE and report.service is not None:
+    if report.service is not None and code in report.service.reasons:
         before = _before_service(report, "bring-up" if is_bringup else "the judged phase")
-        why = f"{before}{report.service.reasons.get(code, '')}"
+        begin, why = SERVICE, f"{before}{report.service.reasons[code]}"
     if code == "INPUT_LIMITED" and not is_bringup:
         remedy = "judge its bring-up, which runs at full speed"
     if code == "INLINE" and report.primary is not None:
@@ -430,7 +430,11 @@ def _lost_figure(report: RunReport) -> Figure:
     note = f"envelopes dropped{where}" + "".join(f", {n} {reason}" for reason, n in lost.items())
     if report.drops["imbalance"]:
         note += "; the ledger does not balance"
-    return Figure("lost", f"{sum(lost.values())} of {total}", note, bool(report.drops["imbalance"]))
+    lacks = report.service is not None and "MISSING_LOGS" in report.service.reasons
+    if lacks:
+        note += "; the log lacks lines of others"
+    is_bad = lacks or bool(report.drops["imbalance"])
+    return Figure("lost", f"{sum(lost.values())} of {total}", note, is_bad)
 
 
 def _rate(report: RunReport) -> str:

@@ -195,10 +195,14 @@ class TimestampLog:
         return True
 
     def close(self) -> None:
-        """Write what is left and close the file; bounded."""
+        """Write what is left, tell what is lost, and close the file; bounded."""
         self._closing = True
         self._wake.set()
         self._thread.join(FLUSH_TIMEOUT_S)
+        if self._lost:
+            why = self._refused or "log.ring was full, or they are no JSON"
+            lines = self._lost + self._written
+            logger.warning("%s lacks %d of %d lines: %s", self.path, self._lost, lines, why)
         if not self._thread.is_alive():
             os.close(self._file)
 
@@ -266,6 +270,13 @@ class TimestampLog:
             while data:
                 data = data[os.write(self._file, data) :]
         except OSError as error:  # disk full or gone: the run matters more than its log
+            if not self._write_errors:
+                logger.warning(
+                    "cannot write to %s: %s; its lines are lost until it can: make room, as by "
+                    "deleting old runs, and set a smaller log.keep",
+                    self.path,
+                    error.strerror or type(error).__name__,
+                )
             self._write_errors += 1
             self._refused = error.strerror or type(error).__name__
             self._torn = True

@@ -18,6 +18,7 @@ from faulty_runs import (
     chunks,
     cpu,
     cut,
+    disk_full_for_a_time,
     dropped,
     event,
     first_alone,
@@ -412,6 +413,15 @@ TABLE: dict[str, Case] = {
     "ten lines taken out, numbered anew": (lambda: taken_out(renumbered=True),
         "INCONCLUSIVE BAD_INSTRUMENT | conservation; ledger"),
     "full disk in service": (full_disk, "PASS"),
+    "full disk in service, to the end": (lambda: full_disk().set("finished_utc", "then"),
+        "INCONCLUSIVE MISSING_LOGS", {"says": "bring-up PASS, service: the log has no end of the"}),
+    "full disk in service, for a time": (
+        lambda: disk_full_for_a_time(50), "INCONCLUSIVE MISSING_LOGS",
+        {"says": "bring-up PASS, service: 50 lines of envelopes are missing in service"}),
+    "full disk in service, for a moment": (lambda: disk_full_for_a_time(2), "PASS"),
+    "full disk, and a robot that held": (
+        lambda: disk_full_for_a_time(50).tell(robot(held_ns=ms(1000))),
+        "INCONCLUSIVE SERVICE_HELD MISSING_LOGS"),
     "unbalanced ledger": (unbalanced,
         "INCONCLUSIVE BAD_INSTRUMENT | ledger(envelopes do not balance by +1)"),
     "A: more CPU than time": (lambda: run().add(cpu_a_ns=1), "INCONCLUSIVE BAD_INSTRUMENT | cpu"),

@@ -124,7 +124,7 @@ def test_a_failure_in_service_is_told_and_does_not_pass(
 def test_a_failure_before_service_is_told_and_so_is_a_run_without_an_end() -> None:
     before = judge(replace(simulate().parse(), exits={"0": LOST}))
     assert "rank 0 ended with 20 PEER_LOST: rank 1 was silent" in before.statements
-    unfinished = "run.json has no end of this run: it is still running, or was killed"
+    unfinished = "run.json has no end of this run: it runs on, was killed, or its disk was full"
     assert unfinished not in before.statements  # where the gate judges, all are so
     run = served(stages()).parse()
     assert unfinished in judge(run).statements

@@ -36,6 +36,22 @@ def test_torn_last_line_is_left_out_and_said(tmp_path: Path) -> None:
     assert sentence(judge(run), "1 torn log line")
 
 
+@pytest.mark.parametrize("served", [True, False])
+def test_a_service_whose_log_stops_in_a_line_is_no_pass(*, served: bool, tmp_path: Path) -> None:
+    """Its disk was full to the end: run.json and exit.json could not be written, either."""
+    golden = simulate()
+    if served:
+        golden.tell({"kind": "event", "name": "phase", "phase": "ready", "t": 1, "generation": 0})
+    log = golden.write(tmp_path) / "rank0.gen0.jsonl"
+    log.write_bytes(log.read_bytes() + b'{"kind":"ledger","run_id":"gol')
+    report = judge(read_run(tmp_path))
+    if served:
+        assert report.reasons == ["MISSING_LOGS"]
+        assert "the log stops in the middle of a line: its disk was full, or" in report.sentence
+        assert report.figures[-1].is_bad
+    assert report.exit_code == (INCONCLUSIVE if served else HEALTHY)
+
+
 def test_line_torn_inside_a_character_or_by_a_full_disk_is_only_one_line(tmp_path: Path) -> None:
     simulate().write(tmp_path)
     log = tmp_path / "rank0.gen0.jsonl"

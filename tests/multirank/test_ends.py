@@ -182,6 +182,22 @@ def test_a_disk_that_is_full_in_bring_up_is_named_by_the_gate(tmp_path, rank):
         assert ranks.output().count("make room, or set log.root elsewhere") > 0
 
 
+def test_a_disk_that_is_full_in_service_is_told_and_its_run_is_no_pass(tmp_path):
+    with Ranks(tmp_path, *SERVE_ON) as ranks:
+        ranks.wait_for_event("phase", phase="ready")
+        log = ranks.directory / "rank0.gen0.jsonl"
+        limits = log.stat().st_size + 100, resource.RLIM_INFINITY
+        resource.prlimit(ranks.processes[0].pid, resource.RLIMIT_FSIZE, limits)
+        told = f"cannot write to {log}: File too large; its lines are lost until it can"
+        wait_until(lambda: told in ranks.output(), seconds=END_LIMIT_S)
+        for process in ranks.processes:
+            process.terminate()
+        assert ranks.wait(12) == [0, 0], ranks.output()
+        assert ranks.output().count(told) == 1
+        assert re.search(rf"{re.escape(str(log))} lacks \d+ of \d+ lines: File", ranks.output())
+        assert "MISSING_LOGS" in judge(read_run(ranks.directory)).reasons
+
+
 @pytest.mark.parametrize("killed", [0, 1])
 def test_killed_rank_ends_the_other_with_20_before_its_silence_would(tmp_path, killed):
     with Ranks(tmp_path, *SERVE_ON, "bringup.envelopes=2000") as ranks:

@@ -2,6 +2,8 @@ import datetime
 import json
 import os
 import resource
+import subprocess
+import sys
 import tracemalloc
 from pathlib import Path
 
@@ -159,6 +161,25 @@ def test_log_on_a_full_disk_counts_the_loss_and_the_run_goes_on(tmp_path):
             os._exit(code)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     assert path.stat().st_size == 300
+
+
+def test_a_disk_that_refuses_lines_is_told_once_and_at_the_end_what_is_lost(tmp_path):
+    path = tmp_path / "small.jsonl"
+    code = (
+        "import logging, resource, sys; from pathlib import Path\n"
+        "from ppstream.observe.log_writer import EnvelopeRecord, TimestampLog\n"
+        "logging.basicConfig()\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (300, 300))\n"
+        "log = TimestampLog(Path(sys.argv[1]), EnvelopeRecord, 64, run_id='r', generation=0)\n"
+        "for n in range(9):\n    log.event('one', number=n)\n    log.flush()\n"
+        "log.close()\n"
+    )
+    command = [sys.executable, "-c", code, str(path)]
+    told = subprocess.run(command, capture_output=True, text=True, timeout=60).stderr.splitlines()
+    whole = path.read_bytes().count(b"\n")
+    first, last = told
+    assert f"cannot write to {path}: File too large; its lines are lost until it can" in first
+    assert last.endswith(f"{path} lacks {9 - whole} of 9 lines: File too large")
 
 
 def test_what_was_committed_before_a_kill_is_on_disk(tmp_path):

@@ -189,6 +189,16 @@ def full_disk() -> GoldenRun:
     return golden.tell({"kind": "ledger", "t": end_ns + ms(999), "envelopes": later})
 
 
+def disk_full_for_a_time(n: int) -> GoldenRun:
+    """A run that drained lacks so many lines in the midst of its service."""
+    golden, bring_up = served(stages()), simulate()
+    end_ns = bring_up.lines[-1]["tEmit"]
+    golden.tell(bring_up.book(), golden.book(), event("phase", phase="bring-up", t=0))
+    golden.tell(event("phase", phase="ready", t=end_ns + 1))
+    golden.tell(event("phase", phase="draining", t=golden.lines[-1]["tEmit"]))
+    return golden.lose(at=slice(350, 350 + n)).set("finished_utc", "then")
+
+
 def unserved(*robots: Fields, lease_ms: float = 300) -> GoldenRun:
     """Bring-up, then ready for 999 ms without an envelope; no sample of joints comes."""
     golden = simulate().set("config.actions", {"lease_ms": float(lease_ms)})

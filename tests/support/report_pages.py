@@ -5,6 +5,7 @@ from __future__ import annotations
 from html.parser import HTMLParser
 from typing import Any, Final
 
+from faulty_runs import event
 from golden_gpus import on_gpus
 from golden_runs import GoldenRun, jittered, ms, simulate, stages
 
@@ -28,6 +29,7 @@ def complete() -> GoldenRun:
     run.lines += ready.lines
     run.policy_lines += ready.policy_lines
     run.manifest["finished_utc"] = "2025-01-01T00:01:00Z"
+    run.tell(event("phase", phase="draining", t=run.lines[-1]["tEmit"]))
     run.extra += [{"kind": "robot", "seq": k, "age_ns": ms(30 + k % 7)} for k in range(1200)]
     return on_gpus(run)
 
