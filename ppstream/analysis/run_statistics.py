@@ -118,6 +118,12 @@ def drops(run: RunLog, envelopes: Iterable[Envelope]) -> dict[str, object]:
         "imbalance": {k.stream: k.imbalance for k in run.ledgers if k.imbalance}
         if run.ledgers
         else None,
+        "samples_by_stream": {
+            ledger.stream: lost
+            for ledger in run.ledgers
+            if ledger.stream not in (TOTAL, ENVELOPES)
+            and (lost := {k: n for k, n in ledger.dropped.items() if n})
+        },
     }
 
 

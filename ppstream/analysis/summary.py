@@ -136,7 +136,11 @@ REASONS: Final[Mapping[str, tuple[str, str, str]]] = {
     "SERVICE_HELD": (SERVICE, "", "see in the report how long it had no new chunk, and why"),
     "SERVICE_DROPPED": (SERVICE, "", "remove the reason that most of them name"),
     "SERVICE_LATE": (SERVICE, "", "see in runbooks/stale-actions.md what makes them late"),
-    "SERVICE_UNSERVED": (SERVICE, "", "see that the robot sends every stream, also the reference"),
+    "SERVICE_UNSERVED": (
+        SERVICE,
+        "",
+        "see that the robot sends every stream, stamped by one clock",
+    ),
     "SERVICE_UNEXECUTED": (
         SERVICE,
         "",

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
+from ppstream.analysis.json_values import shown
 from ppstream.analysis.records import ENVELOPES, TOTAL, RunLog
 from ppstream.analysis.requests import streams_on_request
 from ppstream.analysis.robot_states import by_robot, name_of
@@ -17,6 +18,9 @@ from ppstream.core.phases import ENDING, SERVING
 SHARE_MIN: Final = 0.10  # of a service that moved others, in all the robot's sessions
 TIME_MIN_NS: Final = 5_000_000_000  # and at least so long
 ROBOTS_MAX: Final = 4  # that a sentence names
+REFUSED_MIN: Final = 0.5  # of a stream's samples
+#: Drops of samples for want of a window, whatever they were worth.
+UNASKED: Final = frozenset({"overwritten", "passed_over", "closed", "new_episode"})
 
 
 def unmoved(run: RunLog, lease_ns: int, lasted_ns: int = 0) -> dict[str, str]:
@@ -34,7 +38,7 @@ def unmoved(run: RunLog, lease_ns: int, lasted_ns: int = 0) -> dict[str, str]:
     if streams_on_request(run.config) or nobody_names_rows:
         return {}
     least_ns = max(TIME_MIN_NS, SHARE_MIN * lasted_ns) if lasted_ns else lease_ns
-    others = ", beside others that did" if lasted_ns else _silent_streams(run)
+    others = ", beside others that did" if lasted_ns else _lacking_streams(run)
     times_ns = _times_ns(run, lease_ns)
     unserved: list[str] = []
     unexecuted: list[str] = []
@@ -46,7 +50,8 @@ def unmoved(run: RunLog, lease_ns: int, lasted_ns: int = 0) -> dict[str, str]:
         told = [run.session_chunks[k] for k in sessions if k in run.session_chunks]
         who = f"robot {name_of(states)} was there for {time_ns / 1e9:.1f} s"
         if not told and run.session_gaps_ns.keys().isdisjoint(sessions):
-            unserved.append(f"{who} and got no chunk")
+            ailing = _ailing_streams(run, states[-1].robot) if lasted_ns else ""
+            unserved.append(f"{who} and got no chunk{ailing}")
         elif told and not any(chunks.executed for chunks in told):
             total = sum(chunks.total for chunks in told)
             unexecuted.append(f"{who}, got {total} chunks and told of none that it executed")
@@ -58,10 +63,28 @@ def unmoved(run: RunLog, lease_ns: int, lasted_ns: int = 0) -> dict[str, str]:
     return found
 
 
-def _silent_streams(run: RunLog) -> str:
+def _lacking_streams(run: RunLog) -> str:
+    """The streams of which no sample came, or of which most were refused, with the reasons."""
     samples = [ledger for ledger in run.ledgers if ledger.stream not in (TOTAL, ENVELOPES)]
-    silent = [ledger.stream for ledger in samples if not ledger.received]
-    return f": no sample of {', '.join(silent)} came" if silent else ""
+    silent = [shown(ledger.stream) for ledger in samples if not ledger.received]
+    texts = [f"no sample of {', '.join(silent)} came"] if silent else []
+    for ledger in samples:
+        refused = {why: n for why, n in ledger.dropped.items() if n and why not in UNASKED}
+        if sum(refused.values()) > REFUSED_MIN * ledger.received:
+            reasons = ", ".join(f"{n} {shown(why)}" for why, n in refused.items())
+            texts.append(f"{reasons} of {ledger.received} samples of {shown(ledger.stream)}")
+    return f": {'; '.join(texts)}" if texts else ""
+
+
+def _ailing_streams(run: RunLog, robot: str | None) -> str:
+    """The streams of one robot that were silent or refused when rank 0 last said how they were."""
+    newest = {
+        shown(str(event.fields.get("stream"))): event.fields.get("condition")
+        for event in run.events
+        if event.name == "sensor" and robot and event.fields.get("robot") == robot
+    }
+    texts = [f"{name} {what}" for name, what in newest.items() if what in ("silent", "refused")]
+    return f" ({', '.join(texts)})" if texts else ""
 
 
 def _times_ns(run: RunLog, lease_ns: int) -> dict[int, int]:
@@ -71,11 +94,11 @@ def _times_ns(run: RunLog, lease_ns: int) -> dict[int, int]:
     not tell who left have all stay to the end.
     """
     served = _served_ns(run)
-    left = {
-        event.fields.get("session"): heard_ns
-        for event in run.events
-        if event.name == "robot_left" and type(heard_ns := event.fields.get("heard_ns")) is int
-    }
+    left: dict[int, int] = {}
+    for event in run.events:
+        session, heard_ns = event.fields.get("session"), event.fields.get("heard_ns")
+        if event.name == "robot_left" and isinstance(session, int) and isinstance(heard_ns, int):
+            left[session] = heard_ns
     found = {}
     for session, (generation, begun_ns) in run.sessions_begun.items():
         from_ns, to_ns = served.get(generation, (0, 0))

@@ -327,6 +327,9 @@ def _drop_lines(found: Mapping[str, object]) -> Iterator[Row]:
         if isinstance(reasons, Mapping):
             shown = ", ".join(f"{n} {reason}" for reason, n in reasons.items()) or "none"
             parts.append(f"{what} dropped: {shown}")
+    by_stream = found["samples_by_stream"]
+    for stream, lost in by_stream.items() if isinstance(by_stream, Mapping) else ():
+        parts.append(f"of {stream}: " + ", ".join(f"{n} {reason}" for reason, n in lost.items()))
     if found["imbalance"] is not None:
         parts.append("ledger off" if found["imbalance"] else "ledger balances")
     yield Row("items", parts)

@@ -279,6 +279,16 @@ TABLE: dict[str, Case] = {
     "a robot without a chunk": (lambda: unserved(robot(robot="arm")),
         "INCONCLUSIVE SERVICE_UNSERVED",
         {"says": "arm (session 5) was there for 1.0 s and got no chunk: no sample of joints came"}),
+    "a robot whose samples are refused": (
+        lambda: unserved(robot(robot="arm"), received=100,
+            dropped={"future": 50, "late": 1, "overwritten": 49}), "INCONCLUSIVE SERVICE_UNSERVED",
+        {"says": "got no chunk: 50 future, 1 late of 100 samples of joints",
+            "drops.samples_by_stream.joints.future": 50}),
+    "a robot whose samples are half refused": (
+        lambda: unserved(robot(robot="arm"), received=100, dropped={"late": 50, "closed": 50}),
+        "INCONCLUSIVE SERVICE_UNSERVED", {"service.reasons.0": "SERVICE_UNSERVED",
+            "statements.0": "bring-up PASS, service: robot arm (session 5) was there for 1.0 s and "
+            "got no chunk"}),
     "two robots without a chunk": (
         lambda: unserved(robot(robot="arm"), robot(robot="leg", session=6)),
         "INCONCLUSIVE SERVICE_UNSERVED",

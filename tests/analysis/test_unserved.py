@@ -51,6 +51,19 @@ def test_a_robot_without_a_window_beside_one_that_is_served_is_unserved() -> Non
     }
 
 
+def test_the_streams_of_a_robot_that_is_unserved_are_told() -> None:
+    golden = run(has_window=False)
+    for robot_name, stream, condition in (
+        ("leg", "front", "silent"),
+        ("leg", "imu", "refused"),
+        ("leg", "imu", "ok"),
+        ("leg", "joints", "unchanged"),
+        ("arm", "left", "silent"),
+    ):
+        golden.tell(event("sensor", robot=robot_name, stream=stream, condition=condition))
+    assert "got no chunk (front silent), beside" in service(golden)["SERVICE_UNSERVED"]
+
+
 def test_a_robot_that_executes_none_of_its_chunks_is_told_with_their_number() -> None:
     assert service(run(has_window=True, told=[0] * 600)) == {
         "SERVICE_UNEXECUTED": "robot leg (session 6) was there for 7.0 s, got 600 chunks and told "

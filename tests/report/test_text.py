@@ -50,3 +50,13 @@ def test_no_name_is_cut_and_long_ones_stand_above_their_numbers() -> None:
     at = lines.index(f"  {long}")
     assert lines[at + 1].startswith(" " * 13 + "p50 3.00 ms")
     assert max(map(len, lines)) <= WIDTH
+
+
+def test_samples_that_were_dropped_are_told_by_stream_and_reason() -> None:
+    golden = simulate()
+    kept = {"received": 9, "used": 9, "dropped": {}, "in_flight": 0}
+    joints = kept | {"received": 21, "dropped": {"future": 9, "late": 3, "rate": 0}}
+    imu = kept | {"received": 11, "dropped": {"late": 2}}
+    golden.tell(golden.book() | {"streams": {"joints": joints, "imu": imu, "front": kept}})
+    said = "samples dropped: 9 future, 5 late of joints: 9 future, 3 late of imu: 2 late ledger"
+    assert said in whole(golden)

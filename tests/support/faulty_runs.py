@@ -199,13 +199,13 @@ def disk_full_for_a_time(n: int) -> GoldenRun:
     return golden.lose(at=slice(350, 350 + n)).set("finished_utc", "then")
 
 
-def unserved(*robots: Fields, lease_ms: float = 300) -> GoldenRun:
-    """Bring-up, then ready for 999 ms without an envelope; no sample of joints comes."""
+def unserved(*robots: Fields, lease_ms: float = 300, **joints: Any) -> GoldenRun:
+    """Bring-up, then ready for 999 ms without an envelope; no sample of joints comes, or these."""
     golden = simulate().set("config.actions", {"lease_ms": float(lease_ms)})
     book, end_ns = golden.book(), golden.lines[-1]["tEmit"]
     none = {"received": 0, "used": 0, "dropped": {}, "in_flight": 0, "holes": 0}
     golden.tell(event("phase", phase="ready", t=end_ns + 1), *robots)
-    return golden.tell(book | {"t": end_ns + ms(999), "streams": {"joints": none}})
+    return golden.tell(book | {"t": end_ns + ms(999), "streams": {"joints": none | joints}})
 
 
 def on_another_clock(golden: GoldenRun) -> GoldenRun:
