@@ -27,6 +27,7 @@ SLOWED: Final = frozenset(
 OF_SPEED: Final = frozenset({"INLINE", *ACCEPTABLE})
 OTHERS_MIN: Final = 0.5  # CPUs that other programs take: a busy machine
 OLDER_NS: Final = 10_000  # of actions: less is not worth a word
+CLIPPED_MAX: Final = 0.10  # of the chunks: at rest at a limit, or a policy that asks for too much
 IDLE_SHARE: Final = 0.9  # of the full rate: a service below it has time to spare
 
 #: By kind of reason: the begin of the sentence.
@@ -234,6 +235,9 @@ def _first_step(report: RunReport) -> str:
     service, model, cut = report.service, report.model, report.better_cut
     if service is not None and (trouble := _trouble(service)):
         return f"first {_busy_machine(report)}find out why {trouble}"
+    if clipped := _clipped(service):
+        why = "a robot rests at a limit, or the policy asks for too much"
+        return f"first find out why {clipped} were clipped: {why}"
     if _has_time_to_spare(report):
         return "there is nothing to do"
     if cut is not None:
@@ -270,6 +274,14 @@ def _trouble(service: ServiceReport) -> str:
         holds = sum(robot.holds or 0 for robot in service.robots)
         return f"robots held {holds} times, {in_ms(held_ns)} ms in all, for want of young actions"
     return ""
+
+
+def _clipped(service: ServiceReport | None) -> str:
+    """The share of chunks that were cut to the limits; empty: few, or nobody counted."""
+    rules = None if service is None else service.rule_counts
+    if rules is None or rules.clipped_chunks <= CLIPPED_MAX * rules.chunks:
+        return ""
+    return f"{rules.clipped_chunks / rules.chunks:.0%} of the chunks"
 
 
 def _held_ns(service: ServiceReport) -> int:
@@ -423,7 +435,7 @@ def _limit_figure(report: RunReport) -> Figure:
 
 
 def _lost_figure(report: RunReport) -> Figure:
-    """Envelopes of service, or of the whole run where nothing was served."""
+    """Envelopes of service, or of the whole run where nothing was served; chunks that were cut."""
     found = report.drops if report.service is None else report.service.drops
     where = "" if report.service is None else " in service"
     reasons, emitted = found["envelopes"], found["emitted"]
@@ -437,7 +449,10 @@ def _lost_figure(report: RunReport) -> Figure:
     lacks = report.service is not None and "MISSING_LOGS" in report.service.reasons
     if lacks:
         note += "; the log lacks lines of others"
-    is_bad = lacks or bool(report.drops["imbalance"])
+    clipped = _clipped(report.service)
+    if clipped:
+        note += f"; {clipped} clipped"
+    is_bad = lacks or bool(clipped) or bool(report.drops["imbalance"])
     return Figure("lost", f"{sum(lost.values())} of {total}", note, is_bad)
 
 

@@ -231,6 +231,18 @@ def test_a_robot_that_held_longer_than_a_lease_comes_before_any_advice_on_speed(
     assert judged(golden).sentence.endswith("there is nothing to do.")
 
 
+@pytest.mark.parametrize(("clipped", "is_told"), [(336, True), (63, False)])
+def test_many_clipped_chunks_are_marked_and_no_reason(*, clipped: int, is_told: bool) -> None:
+    """A robot at rest at a limit is healthy."""
+    golden = served(simulate(), period_ms=40)
+    actions = {"chunks": 637, "clipped_chunks": clipped, "clipped_values": 58800, "refused": {}}
+    report = judged(golden.tell(golden.book() | {"actions": actions}))
+    assert report.verdict.name == "PASS"
+    assert report.figures[-1].is_bad is is_told
+    assert ("; 53% of the chunks clipped" in report.figures[-1].note) is is_told
+    assert ("first find out why 53% of the chunks were clipped" in report.sentence) is is_told
+
+
 def test_service_that_was_not_like_bring_up_says_so_in_the_sentence() -> None:
     golden = served(simulate(), period_ms=40)
     golden.tell({"kind": "robot_state", "session": 7, "t": 5, "holds": 3, "held_ns": ms(4000)})
