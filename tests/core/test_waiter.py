@@ -250,10 +250,13 @@ def test_a_wait_awake_ends_with_its_time_or_a_wake_and_looks_at_all_then(
     waiter = kind()
     flag, (here, there) = SleepFlag(waiter), socket.socketpair()
     waiter.register(here.fileno())
-    sleeps, began_ns = resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw, now_ns()
-    assert not waiter.wait_awake(20 * NS_PER_MS)
-    assert now_ns() - began_ns >= 20 * NS_PER_MS
-    assert resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw == sleeps
+    sleeps = []  # of each wait: a page or a lock may cost one of them a sleep
+    for _ in range(5):
+        before, began_ns = resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw, now_ns()
+        assert not waiter.wait_awake(20 * NS_PER_MS)
+        assert now_ns() - began_ns >= 20 * NS_PER_MS
+        sleeps.append(resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw - before)
+    assert min(sleeps) == 0
     assert not waiter.woken
     there.send(b"1")
     assert waiter.wait_awake(NS_PER_MS) == [here.fileno()]
