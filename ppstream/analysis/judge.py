@@ -403,7 +403,7 @@ def _service_reasons(run: RunLog, ready: list[Envelope]) -> dict[str, str]:
             f"{stage} took {ns / was[stage]:.1f} x bring-up's {in_ms(was[stage])} ms "
             f"({in_ms(ns)} ms)"
             for stage, ns in now.items()
-            if stage in was and ns > SLOWER * was[stage] and ns - was[stage] > SLOWER_NS
+            if was.get(stage, 0) > 0 and ns > SLOWER * was[stage] and ns - was[stage] > SLOWER_NS
         ]
         if slower:
             found["SERVICE_SLOWER"] = ", ".join(slower)

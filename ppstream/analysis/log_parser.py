@@ -31,7 +31,7 @@ from ppstream.analysis.records import (
     Topology,
     header_words,
 )
-from ppstream.analysis.requests import GatewayTotals, WindowRequests, streams_on_request
+from ppstream.analysis.requests import GatewayTotals, WindowRequests, is_on_request
 from ppstream.analysis.robot_states import ChunkReports, RobotStates
 from ppstream.core.errors import LogError
 from ppstream.core.quantiles import BINS
@@ -74,7 +74,7 @@ def parse_run(
     check_schema(manifest, "run.json")
     topology = _topology(manifest)
     config = mapping_of(manifest.get("config"))
-    found = _Sorted(manifest.get("run_id"), topology, is_asked=bool(streams_on_request(config)))
+    found = _Sorted(manifest.get("run_id"), topology, is_asked=is_on_request(config))
     for line in lines:
         found.add(line)
     newest = max((generation for generation, _ in found.ledgers), default=0)
@@ -437,11 +437,11 @@ def _ledgers(line: LogLine) -> list[Ledger]:
 def _ledger(name: str, table: Json, where: str) -> Ledger:
     dropped = mapping_of(table.get("dropped"))
     return Ledger(
-        stream=name,
+        stream=shown(name),
         received=int_of(table, "received", where) or 0,
         used=int_of(table, "used", where) or 0,
         in_flight=int_of(table, "in_flight", where) or 0,
-        dropped={reason: int_of(dropped, reason, where) or 0 for reason in dropped},
+        dropped={shown(reason): int_of(dropped, reason, where) or 0 for reason in dropped},
         holes=int_of(table, "holes", where),
         longest_hole_ns=int_of(table, "longest_hole_ns", where),
         targets=int_of(table, "targets", where),

@@ -279,7 +279,7 @@ def _trouble(service: ServiceReport) -> str:
 def _clipped(service: ServiceReport | None) -> str:
     """The share of chunks that were cut to the limits; empty: few, or nobody counted."""
     rules = None if service is None else service.rule_counts
-    if rules is None or rules.clipped_chunks <= CLIPPED_MAX * rules.chunks:
+    if rules is None or not CLIPPED_MAX * rules.chunks < rules.clipped_chunks <= rules.chunks:
         return ""
     return f"{rules.clipped_chunks / rules.chunks:.0%} of the chunks"
 

@@ -11,7 +11,7 @@ from typing import Final
 
 from ppstream.analysis.json_values import shown
 from ppstream.analysis.records import ENVELOPES, TOTAL, RunLog
-from ppstream.analysis.requests import streams_on_request
+from ppstream.analysis.requests import is_on_request
 from ppstream.analysis.robot_states import by_robot, name_of
 from ppstream.core.phases import ENDING, SERVING
 
@@ -35,7 +35,7 @@ def unmoved(run: RunLog, lease_ns: int, lasted_ns: int = 0) -> dict[str, str]:
         lasted_ns: from the first envelope of service to the last; 0: there was none.
     """
     nobody_names_rows = lasted_ns and not run.session_gaps_ns
-    if streams_on_request(run.config) or nobody_names_rows:
+    if is_on_request(run.config) or nobody_names_rows:
         return {}
     least_ns = max(TIME_MIN_NS, SHARE_MIN * lasted_ns) if lasted_ns else lease_ns
     others = ", beside others that did" if lasted_ns else _lacking_streams(run)
@@ -57,10 +57,15 @@ def unmoved(run: RunLog, lease_ns: int, lasted_ns: int = 0) -> dict[str, str]:
             unexecuted.append(f"{who}, got {total} chunks and told of none that it executed")
     found = {}
     if unserved:
-        found["SERVICE_UNSERVED"] = "; ".join(unserved[:ROBOTS_MAX]) + others
+        found["SERVICE_UNSERVED"] = _some(unserved) + others
     if unexecuted:
-        found["SERVICE_UNEXECUTED"] = "; ".join(unexecuted[:ROBOTS_MAX])
+        found["SERVICE_UNEXECUTED"] = _some(unexecuted)
     return found
+
+
+def _some(texts: list[str]) -> str:
+    more = f"; and {len(texts) - ROBOTS_MAX} more" if len(texts) > ROBOTS_MAX else ""
+    return "; ".join(texts[:ROBOTS_MAX]) + more
 
 
 def _lacking_streams(run: RunLog) -> str:
@@ -90,8 +95,8 @@ def _ailing_streams(run: RunLog, robot: str | None) -> str:
 def _times_ns(run: RunLog, lease_ns: int) -> dict[int, int]:
     """Times for which sessions were there in service; those up to a lease are left out.
 
-    From the first that its robot told of itself to the last that rank 0 heard of it. Logs that do
-    not tell who left have all stay to the end.
+    From the first that its robot told of itself to the last that rank 0 heard of it. Where the log
+    tells of nobody who left: to the newest envelope with its row, or to the end without any.
     """
     served = _served_ns(run)
     left: dict[int, int] = {}
@@ -102,6 +107,8 @@ def _times_ns(run: RunLog, lease_ns: int) -> dict[int, int]:
     found = {}
     for session, (generation, begun_ns) in run.sessions_begun.items():
         from_ns, to_ns = served.get(generation, (0, 0))
+        if not left and session in run.first_waits_ns:
+            to_ns = min(to_ns, max(from_ns, begun_ns) + run.first_waits_ns[session])
         time_ns = min(to_ns, left.get(session, to_ns)) - max(from_ns, begun_ns)
         if time_ns > lease_ns:
             found[session] = time_ns

@@ -241,6 +241,8 @@ def test_many_clipped_chunks_are_marked_and_no_reason(*, clipped: int, is_told: 
     assert report.figures[-1].is_bad is is_told
     assert ("; 53% of the chunks clipped" in report.figures[-1].note) is is_told
     assert ("first find out why 53% of the chunks were clipped" in report.sentence) is is_told
+    actions |= {"chunks": 0}  # of a damaged log
+    assert "clipped" not in judged(golden.tell(golden.book() | {"actions": actions})).sentence
 
 
 def test_service_that_was_not_like_bring_up_says_so_in_the_sentence() -> None:

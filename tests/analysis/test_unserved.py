@@ -13,7 +13,13 @@ ARM, LEG = 5, 6  # sessions
 WHOLE = range(700)  # envelopes, 10 ms each
 
 
-def run(leg: range = WHOLE, *, has_window: bool, told: list[int] | None = None) -> GoldenRun:
+def run(
+    leg: range = WHOLE,
+    *,
+    has_window: bool,
+    told: list[int] | None = None,
+    tells_ends: bool = True,
+) -> GoldenRun:
     """The arm is served and moves all along; the leg has a row in the envelopes ``leg``.
 
     ``told``: steps of each chunk that the leg tells of.
@@ -24,7 +30,8 @@ def run(leg: range = WHOLE, *, has_window: bool, told: list[int] | None = None) 
         line |= {"session": [ARM, session], "session_epoch": [0, 0]}
         line["window_end_ns"] = [k + 1, (k + 1) * has_window]
     golden.tell(robot(session=ARM, robot="arm"), robot(session=LEG, robot="leg"))
-    golden.tell(left(LEG, golden.lines[leg[-1]]))
+    if tells_ends:
+        golden.tell(left(LEG, golden.lines[leg[-1]]))
     golden.tell(*(report(ARM, k, 1) for k in range(50)))
     return golden.tell(*(report(LEG, k, steps) for k, steps in enumerate(told or ())))
 
@@ -49,6 +56,35 @@ def test_a_robot_without_a_window_beside_one_that_is_served_is_unserved() -> Non
         "SERVICE_UNSERVED": "robot leg (session 6) was there for 7.0 s and got no chunk, beside "
         "others that did"
     }
+
+
+@pytest.mark.parametrize("changes", [{}, {"tells_ends": False}])
+def test_a_stream_on_request_that_ends_no_windows_excuses_nothing(changes: dict[str, bool]) -> None:
+    joints = {"name": "joints", "rate_hz": 100.0, "reference": True}
+    golden = run(has_window=False, **changes)
+    golden.set("config.streams", [joints, {"name": "scene", "max_request_hz": 5.0}])
+    assert "robot leg" in service(golden)["SERVICE_UNSERVED"]
+
+
+def test_robots_that_find_no_room_in_the_sentence_are_counted() -> None:
+    golden = run(has_window=False)
+    for k, line in enumerate(golden.lines):
+        line |= {"session": [ARM, *range(LEG, LEG + 6)], "session_epoch": [0] * 7}
+        line["window_end_ns"] = [k + 1] + [0] * 6
+    golden.tell(*(robot(session=LEG + k, robot=f"leg{k}") for k in range(1, 6)))
+    said = service(golden)["SERVICE_UNSERVED"]
+    assert said.count("was there for") == 4
+    assert said.endswith("; and 2 more, beside others that did")
+
+
+def test_names_in_a_ledger_are_shown_as_a_line_can_hold_them() -> None:
+    golden = run(has_window=True)
+    table = {"received": 5, "used": 0, "in_flight": 0, "dropped": {"st\x1b[31male": 5}}
+    golden.tell(golden.book() | {"streams": {"jo\x1b[31m\ud800": table}})
+    text = "\n".join(row.text for row in lines_of(judged(golden)))
+    assert "of jo" in text
+    assert "\x1b" not in text
+    text.encode()
 
 
 def test_the_streams_of_a_robot_that_is_unserved_are_told() -> None:
@@ -76,13 +112,21 @@ def test_a_robot_that_executes_none_of_its_chunks_is_told_with_their_number() ->
     [
         run(range(200), has_window=False),
         run(range(200), has_window=True, told=[0] * 200),
+        run(range(50), has_window=False, tells_ends=False),
         run(has_window=True, told=[0] * 599 + [1]),
         run(has_window=True),
         run(has_window=False).set(
             "config.streams", [{"name": "joints", "max_request_hz": 5.0}, {"name": "imu"}]
         ),
     ],
-    ids=["there for 2 s", "2 s of chunks", "moved once", "tells of no chunk", "on request"],
+    ids=[
+        "there for 2 s",
+        "2 s of chunks",
+        "old log, 0.5 s",
+        "moved once",
+        "tells of no chunk",
+        "on request",
+    ],
 )
 def test_nothing_is_said_of_a_robot_that(golden: GoldenRun) -> None:
     assert service(golden) == {}
