@@ -102,6 +102,7 @@ class RankLauncher:
         self._asked: int | None = None  # the signal that asked the run to stop
         self._failures: Mapping[int, int] = {}
         self._fault: BaseException | None = None
+        self._run: Run | None = None  # once rank 0 has begun it: looking for it holds its folder
         self._over = threading.Event()
 
     def run(self, arguments: Sequence[str]) -> int:
@@ -146,9 +147,8 @@ class RankLauncher:
             elif asked and len(asked) > self._met():  # it would take rank 0 for a lost one
                 asked[0].wait_gone(LEAD_S)
                 continue
-            pid = ranks_started_by(os.getpid()).get(
-                len(asked)
-            )  # rank 0, and the next a moment later
+            # rank 0, and the next a moment later
+            pid = ranks_started_by(os.getpid()).get(len(asked))
             process = HeldProcess.of(pid) if pid is not None else None
             if process is not None:
                 process.signal(number)
@@ -171,6 +171,7 @@ class RankLauncher:
         for rank, pid in ranks_started_by(os.getpid()).items():
             if rank > met and (process := HeldProcess.of(pid)) is not None:
                 process.end()
+                process.close()
 
     def _met(self) -> int:
         """Returns how many policy ranks rank 0 has met."""
@@ -178,7 +179,9 @@ class RankLauncher:
         return 0 if run is None else run.ranks_met()
 
     def _own_run(self) -> Run | None:
-        return Run.of_launcher(Path(self._config.log.root), os.getpid())
+        if self._run is None:
+            self._run = Run.of_launcher(Path(self._config.log.root), os.getpid())
+        return self._run
 
     def _code(self) -> ExitCode:
         """Rank 0's; where that lost another rank, the code with which the first one failed.

@@ -223,6 +223,20 @@ def test_a_run_that_nohup_has_started_outlives_its_terminal(tmp_path: Path) -> N
             process.kill()
 
 
+def test_a_launcher_that_waits_for_its_ranks_to_leave_opens_nothing_meanwhile(
+    tmp_path: Path,
+) -> None:
+    with launched(tmp_path, *SERVE_ON) as run:
+        run.wait_for_phase("ready")
+        for rank in run.ranks:
+            rank.signal(signal.SIGSTOP)
+        run.process.terminate()
+        time.sleep(4 * LEAD_S)  # both are asked to leave
+        before = set(os.listdir(f"/proc/{run.process.pid}/fd"))
+        time.sleep(6 * LEAD_S)
+        assert set(os.listdir(f"/proc/{run.process.pid}/fd")) == before
+
+
 def test_a_stop_signal_before_anything_has_started_starts_nothing(tmp_path: Path) -> None:
     with launched(tmp_path, *SERVE_ON) as run:
         run.process.terminate()
