@@ -264,8 +264,7 @@ class _Feed:
         self.held = 0  # by the ring, when it was last looked at
         self.newest_ns = ring.newest_ns
         self.capacity = bank.capacity
-        self.row = row
-        self._place = (stream, row)
+        self.stream, self.row = stream, row
         rows = len(bank.values)
         told_at = len(ROW_WORDS) * rows + len(RING_WORDS) * (stream * rows + row)
         self._told_at = WORD_BYTES * told_at
@@ -311,7 +310,7 @@ class _Feed:
         self._copy(words, floats, at, at + n, begin, until_wrap)
         if until_wrap < n:
             self._copy(words, floats, at + until_wrap, at + n, 0, n - until_wrap, until_wrap)
-        stream, row = self._place
+        stream, row = self.stream, self.row
         if self.is_image:
             frames += [FramePiece(stream, row, number) for number in range(first, first + n)]
         pieces += (stream, row, first, n, at * WORD_BYTES)
