@@ -224,9 +224,9 @@ class RobotClient:
     ) -> Answer:
         """Send a sample of each stream, and wait for the chunk of a window that ends there.
 
-        The caller's thread reads the chunk from the socket itself. All that arrive meanwhile, this
-        one too, go to the timeline and ``on_chunk``. It counts as executed when it is returned,
-        unless the timeline gives its actions out, to a ``ControlLoop`` for one.
+        The caller's thread reads the chunk itself. All that arrive meanwhile, this one too, go to
+        the timeline and ``on_chunk``. It counts as executed when it is returned, unless the
+        timeline refuses it or gives actions out, to a ``ControlLoop`` for one.
 
         Args:
             samples: values ``[dim]`` by stream, sent in this order: the one that ends windows last.
