@@ -1,12 +1,14 @@
 """Run logs from disk: finds runs in a folder and reads each into a ``RunLog``.
 
-Tolerates what a crash or a full disk leaves behind (torn lines, a rank without a file) and counts
-it; refuses what is no such log at all (other text, an unknown format).
+Tolerates what a crash or a full disk leaves behind (torn lines, a rank without a file) and lines
+with a number beyond any log's, and counts them; refuses what is no such log at all (other text, an
+unknown format).
 """
 
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -24,6 +26,7 @@ EXITS: Final = "exit.json"
 _LOG_NAME: Final = re.compile(r"rank(\d+)\.gen(\d+)(?:\..+)?\.jsonl")
 #: Beginnings of a line that was not written to its end: after a power cut zeros may stand there.
 _TORN: Final = ("{", "\0")
+NUMBER_CHARS: Final = 20  # of an integer of 64 bits
 _GATEWAY_NAME: Final = re.compile(r"gateway()\.gen(\d+)\.jsonl")  # a file for each start
 
 
@@ -166,14 +169,32 @@ def decoded(text: str, where: str) -> Any:
     """Decodes JSON text.
 
     Raises:
-        LogError: it is none, or nested too deeply.
+        LogError: it is none, is nested too deeply, or has a number that no log has.
     """
     try:
-        return json.loads(text)
+        return _decode(text)
     except ValueError as error:
         raise LogError(f"{where}: not JSON: {error}") from error
     except RecursionError:
         raise LogError(f"{where}: not a log: its JSON is nested too deeply") from None
+
+
+def _integer(text: str) -> int:
+    """Refuses what no later arithmetic could hold: a float takes some 300 digits."""
+    if len(text) > NUMBER_CHARS:
+        raise ValueError(f"{text:.{NUMBER_CHARS}}... is no integer of 64 bits")
+    return int(text)
+
+
+def _finite(text: str) -> float:
+    if math.isfinite(value := float(text)):
+        return value
+    raise ValueError(f"{text:.{NUMBER_CHARS}} is no finite number")
+
+
+_decode: Final = json.JSONDecoder(
+    parse_int=_integer, parse_float=_finite, parse_constant=_finite
+).decode
 
 
 def _object(text: str, where: str) -> Json:

@@ -430,7 +430,8 @@ def _published(f: Diagnosis) -> Iterator[str]:
 def _log(f: Diagnosis) -> Iterator[str]:
     run, window = f.evidence.run, f.evidence.window
     if run.torn_lines:
-        yield f"{run.torn_lines} torn log line(s) left out: a writer died or its disk was full"
+        so = "a writer died, its disk was full, or a number is too long"
+        yield f"{run.torn_lines} torn log line(s) left out: {so}"
     if any(run.missing_ranks):
         ranks = ", ".join(str(rank) for rank in run.missing_ranks if rank)
         so = "its durations are those in rank 0's lines"

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
-from itertools import pairwise
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+from functools import reduce
+from itertools import cycle, pairwise
+from operator import getitem
 from pathlib import Path
+from typing import Any
 
 import pytest
-from golden_runs import Fields, chain, simulate, write_lines
+from faulty_runs import chunks, event, machine, robot, said, served
+from golden_runs import Fields, GoldenRun, chain, ms, simulate, stages, write_lines
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from judging import sentence
@@ -18,11 +23,13 @@ from ppstream.analysis.judge import judge
 from ppstream.analysis.log_reader import find_runs, read_run
 from ppstream.analysis.period_model import PipelineForm
 from ppstream.core.errors import LogError
+from ppstream.report.cli import main
 from ppstream.report.text import render
 
 HEALTHY = 0
 FAIL = 1
 INCONCLUSIVE = 2
+BAD_INPUT = 3
 
 
 def test_torn_last_line_is_left_out_and_said(tmp_path: Path) -> None:
@@ -177,13 +184,66 @@ def test_line_nested_beyond_any_log_is_refused_with_its_place(tmp_path: Path) ->
         read_run(tmp_path)
 
 
-@pytest.mark.parametrize("value", [1 << 63, -(1 << 70), 1e300, float("nan")])
+@pytest.mark.parametrize("value", [1 << 63, -(1 << 63), 1e300])
 def test_number_that_no_clock_shows_is_refused(value: float, tmp_path: Path) -> None:
     golden = simulate(n=12)
     golden.lines[4]["tEmit"] = value
     golden.write(tmp_path)
     with pytest.raises(LogError, match=r"rank0.gen0.jsonl:5: tEmit is .* integer of 64 bits"):
         read_run(tmp_path)
+
+
+def every_kind_of_line() -> GoldenRun:
+    golden = served(stages(), n=12, bring_up=simulate(n=30))
+    golden.put(window_end_ns=[ms(1)], expires_ns=[ms(101)], session=[5], session_epoch=[0])
+    golden.put(input_age_ns={"joints": [5]}).set("config.simulate", {"a_ms": 0.5})
+    golden.set("config.streams", [{"name": "joints", "rate_hz": 50.0}, {"name": "imu"}])
+    golden.set("config.actions", {"lease_ms": 300.0, "dt_ms": 2.0, "horizon": 4})
+    book = golden.book() | {"streams": {"joints": golden.book()["envelopes"] | {"holes": 0}}}
+    rules = {"chunks": 9, "clipped_chunks": 1, "clipped_values": 1, "refused": {"speed": 1}}
+    counts = {"requests": 5, "answered": 4, "errors": {"busy": 1}, "max_ns": 9, "bins": {"9": 4}}
+    cores = machine(4, others_cpus=0.1, thread_cpus={"r0": [0, 1], "mesh": [2]})
+    golden.tell(cores, said("PASS"), event("epoch_cut", to=1), event("fault", rank=0, stage="B"))
+    golden.tell(event("robot_left", session=5, heard_ns=9), robot(robot="arm"))
+    golden.tell(*chunks([(ms(4), 1, ms(5))]), book | {"actions": rules})
+    return golden.tell({"kind": "memory", "resident_bytes": 9}, {"kind": "requests"} | counts)
+
+
+def numbers_in(value: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Yields where the numbers stand in a decoded line."""
+    if type(value) in (int, float):
+        yield at
+    elif isinstance(value, dict | list):
+        for key, one in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from numbers_in(one, (*at, key))
+
+
+@pytest.mark.parametrize("numbers", [["9" * 400], ["-" + "9" * 400, "NaN", "1e999"]])
+def test_a_number_beyond_any_log_costs_its_line_and_ends_no_report(
+    numbers: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    golden = every_kind_of_line()
+    folder, html, found = golden.write(tmp_path / "run"), tmp_path / "r.html", tmp_path / "r.json"
+    tried, beyond = set(), cycle(numbers)
+    for name in ("run.json", "rank0.gen0.jsonl", "rank1.gen0.jsonl"):
+        whole = (folder / name).read_text()
+        lines = whole.splitlines()
+        for k, line in enumerate(map(json.loads, lines)):
+            for *path, last in numbers_in(line):
+                place = (line.get("kind"), line.get("name"), *path, last)
+                if place in tried:
+                    continue
+                tried.add(place)
+                changed = deepcopy(line)
+                reduce(getitem, path, changed)[last] = "here"
+                text = json.dumps(changed).replace('"here"', next(beyond))
+                (folder / name).write_text("\n".join([*lines[:k], text, *lines[k + 1 :]]))
+                code = main([str(folder), "--html", str(html), "--json", str(found)])
+                out = capsys.readouterr().out
+                assert (code == BAD_INPUT) == (name == "run.json"), place
+                assert ("1 torn log line" in out) != (name == "run.json"), place
+        (folder / name).write_text(whole)
+    assert len(tried) > 100
 
 
 def test_exit_codes_are_read_and_a_torn_file_says_nothing(tmp_path: Path) -> None:
