@@ -90,7 +90,7 @@ class LogFile(NamedTuple):
 
 
 def log_files(folder: Path) -> dict[Path, LogFile]:
-    """The rank files of a run, in order of their names.
+    """The rank files of a run, in order of the numbers in their names.
 
     Raises:
         LogError: there is no such folder.
@@ -101,7 +101,7 @@ def log_files(folder: Path) -> dict[Path, LogFile]:
 def _files(folder: Path, name: re.Pattern[str]) -> dict[Path, LogFile]:
     """Files by a pattern of rank and generation; a gateway's are rank 0's."""
     try:
-        paths = sorted(folder.iterdir())
+        paths = sorted(folder.iterdir(), key=_in_numbers)
     except OSError as error:
         raise LogError(f"{folder}: cannot be read: {error.strerror}") from error
     return {
@@ -109,6 +109,11 @@ def _files(folder: Path, name: re.Pattern[str]) -> dict[Path, LogFile]:
         for path in paths
         if (match := name.fullmatch(path.name))
     }
+
+
+def _in_numbers(path: Path) -> list[str | int]:
+    """Sorts ``gen2`` before ``gen10``."""
+    return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", path.name)]
 
 
 def read_lines(files: Mapping[Path, LogFile], torn: list[str]) -> Iterator[LogLine]:

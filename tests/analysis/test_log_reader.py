@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from judging import sentence
 
 from ppstream.analysis.judge import judge
-from ppstream.analysis.log_reader import find_runs, read_run
+from ppstream.analysis.log_reader import find_runs, log_files, read_run
 from ppstream.analysis.period_model import PipelineForm
 from ppstream.core.errors import LogError
 from ppstream.report.cli import main
@@ -318,6 +318,14 @@ def test_files_of_two_generations_stay_apart(tmp_path: Path) -> None:
     report = judge(read_run(tmp_path))
     assert report.window.n == 239
     assert sentence(report, "2 generations")
+
+
+def test_generations_ranks_and_parts_are_read_in_order_of_their_numbers(tmp_path: Path) -> None:
+    starts = [f"rank{rank}.gen{generation}" for rank in (2, 10) for generation in (2, 10)]
+    names = [f"{start}{part}.jsonl" for start in starts for part in ("", ".part2", ".part10")]
+    for name in (*names, "exit.json"):
+        (tmp_path / name).write_text("")
+    assert [path.name for path in log_files(tmp_path)] == names
 
 
 def test_links_and_files_beside_the_runs_are_no_runs(tmp_path: Path) -> None:
