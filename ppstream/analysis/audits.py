@@ -24,7 +24,7 @@ from ppstream.analysis.place_checks import (
     stay_excess_ns,
 )
 from ppstream.analysis.places import is_elsewhere
-from ppstream.analysis.records import Envelope, RunLog
+from ppstream.analysis.records import Envelope, EnvelopeLedger, RunLog
 from ppstream.analysis.scores import between
 from ppstream.analysis.segments import JudgedSpan
 from ppstream.analysis.thread_time import Threads, stage_cpu, unlogged_waits
@@ -309,14 +309,28 @@ def ledger(run: RunLog, window: JudgedSpan) -> Audit:
     if last.imbalance:
         note = f"envelopes do not balance by {last.imbalance:+d}"
         return Audit(ok=False, value=abs(last.imbalance), limit=0, note=note)
-    logged = sum(last.t is None or _ended_ns(e) <= last.t for e in lines)
+    missing, share = lines_lost(lines, judged, last)
+    note = f"{missing} lines of envelopes are missing" if missing else ""
+    return Audit(share <= EPS, share, EPS, note)
+
+
+def lines_lost(
+    lines: Iterable[Envelope], judged: Sequence[Envelope], book: EnvelopeLedger, unwritten: int = 0
+) -> tuple[int, float]:
+    """Lines that a log lacks, by a ledger or by gaps of ``seq``, and as a share of ``judged``.
+
+    Args:
+        lines: of the generation.
+        judged: those among them that gaps are looked for in.
+        book: the ledger.
+        unwritten: envelopes that it may count before the log has their lines.
+    """
+    logged = sum(book.t is None or _ended_ns(e) <= book.t for e in lines)
     gaps = sum(
         b.seq - a.seq - 1 for a, b in pairwise(judged) if (a.lane, a.epoch) == (b.lane, b.epoch)
     )
-    missing = max(gaps, last.finished - logged)
-    share = max(0, missing) / (len(judged) + max(0, missing))
-    note = f"{missing} lines of envelopes are missing" if missing > 0 else ""
-    return Audit(share <= EPS, share, EPS, note)
+    missing = max(0, gaps, book.finished - logged - unwritten)
+    return missing, missing / max(1, len(judged) + missing)
 
 
 def _ended_ns(e: Envelope) -> int:

@@ -13,7 +13,7 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Final
 
-from ppstream.analysis.audits import audit_all, ledger
+from ppstream.analysis.audits import audit_all
 from ppstream.analysis.compiler_counts import compiled_parts_seen
 from ppstream.analysis.contention import alone
 from ppstream.analysis.device_times import clocks_seen, stages_on_device
@@ -23,7 +23,7 @@ from ppstream.analysis.place_table import better_cut, place_rows
 from ppstream.analysis.records import ENVELOPES, TOTAL, Envelope, Json, RunLog
 from ppstream.analysis.requests import is_on_request, requests_of, streams_on_request
 from ppstream.analysis.robot_states import longest_held, with_waits
-from ppstream.analysis.run_ends import failed_end, lost_end
+from ppstream.analysis.run_ends import failed_end, lost_end, lost_lines
 from ppstream.analysis.run_report import (
     OldestAction,
     PolicySeen,
@@ -310,7 +310,7 @@ def _service(run: RunLog) -> ServiceReport | None:
     window = select_window(run, *SERVING)
     score = primary(window, resampled=False)
     reasons = _service_reasons(run, ready)
-    reasons |= _lost_lines(run, window)
+    reasons |= _lost_lines(run)
     lease_ns = _lease_ns(run)
     on_request = streams_on_request(run.config)
     found = [
@@ -340,7 +340,7 @@ def _service(run: RunLog) -> ServiceReport | None:
 
 def _unserved(run: RunLog) -> ServiceReport | None:
     """Of a run that had robots in service and began no window of theirs."""
-    reasons = unmoved(run, _lease_ns(run)) | _lost_lines(run, None)
+    reasons = unmoved(run, _lease_ns(run)) | _lost_lines(run)
     if not reasons:
         return None
     samples = [led for led in run.ledgers if led.stream not in (TOTAL, ENVELOPES)]
@@ -357,13 +357,9 @@ def _unserved(run: RunLog) -> ServiceReport | None:
     )
 
 
-def _lost_lines(run: RunLog, service: JudgedSpan | None) -> dict[str, str]:
+def _lost_lines(run: RunLog) -> dict[str, str]:
     """A log that holds a part of the service alone, which nobody can judge by it."""
-    found = lost_end(run)
-    if not found and run.finished and service is not None:
-        audit = ledger(run, service)
-        if audit.ok is False and audit.limit:  # else the ledger itself does not balance
-            found = f"{audit.note} in service"
+    found = lost_end(run) or lost_lines(run)
     return {"MISSING_LOGS": found} if found else {}
 
 

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Final
 
+from ppstream.analysis.audits import EPS, lines_lost
 from ppstream.analysis.records import RunLog
 from ppstream.analysis.run_statistics import shown
 from ppstream.analysis.segments import JudgedSpan
@@ -46,6 +47,25 @@ def lost_end(run: RunLog) -> str:
     if run.torn_lines and not run.finished:
         return "the log stops in the middle of a line: its disk was full, or the run was killed"
     return ""
+
+
+def lost_lines(run: RunLog) -> str:
+    """Lines of the newest service that its log lacks by its last ledger; empty: few or none.
+
+    Of a start without an end, those of the envelopes last under way may be unwritten.
+    """
+    served = {e.generation for e in run.envelopes if e.phase in SERVING}
+    served |= {e.generation for e in run.events if e.rank == 0 and e.phase in SERVING}
+    newest = max(served, default=-1)
+    books = [book for book in run.envelope_ledgers if book.generation == newest]
+    if not books or books[-1].imbalance:
+        return ""
+    has_ended = run.finished and newest == run.envelope_ledgers[-1].generation
+    lines = [e for e in run.envelopes if e.generation == newest]
+    ready = [e for e in lines if e.phase in SERVING]
+    unwritten = 0 if has_ended else run.topology.in_system
+    missing, share = lines_lost(lines, ready, books[-1], unwritten)
+    return f"{missing} lines of envelopes are missing in service" if share > EPS else ""
 
 
 def end_sentences(run: RunLog, window: JudgedSpan) -> Iterator[str]:

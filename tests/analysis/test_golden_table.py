@@ -24,6 +24,7 @@ from faulty_runs import (
     first_alone,
     full_disk,
     idle,
+    killed_in_service,
     leased,
     links_in_b,
     locked,
@@ -422,7 +423,19 @@ TABLE: dict[str, Case] = {
         "INCONCLUSIVE BAD_INSTRUMENT | ledger(10 lines of envelopes are missing)"),
     "ten lines taken out, numbered anew": (lambda: taken_out(renumbered=True),
         "INCONCLUSIVE BAD_INSTRUMENT | conservation; ledger"),
-    "full disk in service": (full_disk, "PASS"),
+    "full disk in service": (full_disk, "INCONCLUSIVE MISSING_LOGS",
+        {"says": "bring-up PASS, service: 563 lines of envelopes are missing in service"}),
+    "full disk in all of a service that ended": (
+        lambda: full_disk().tell(event("phase", phase="draining", t=ms(9999)))
+            .set("finished_utc", "then"), "INCONCLUSIVE MISSING_LOGS",
+        {"says": "bring-up PASS, service: 570 lines of envelopes are missing in service"}),
+    "killed, with its last lines unwritten": (lambda: killed_in_service(tail=7), "PASS"),
+    "killed, behind a full disk for a time": (
+        lambda: killed_in_service(hole=50), "INCONCLUSIVE MISSING_LOGS",
+        {"says": "bring-up PASS, service: 50 lines of envelopes are missing in service"}),
+    "killed, behind a full disk to the end": (
+        lambda: killed_in_service(tail=50), "INCONCLUSIVE MISSING_LOGS",
+        {"says": "bring-up PASS, service: 43 lines of envelopes are missing in service"}),
     "full disk in service, to the end": (lambda: full_disk().set("finished_utc", "then"),
         "INCONCLUSIVE MISSING_LOGS", {"says": "bring-up PASS, service: the log has no end of the"}),
     "full disk in service, for a time": (

@@ -199,6 +199,13 @@ def disk_full_for_a_time(n: int) -> GoldenRun:
     return golden.lose(at=slice(350, 350 + n)).set("finished_utc", "then")
 
 
+def killed_in_service(*, tail: int = 0, hole: int = 0) -> GoldenRun:
+    """The log of a run without an end lacks its last lines, or some in the midst of service."""
+    golden = disk_full_for_a_time(hole).set("finished_utc", None)
+    golden.extra.pop()  # the end of service
+    return golden.lose(at=slice(len(golden.lines) - tail, None))
+
+
 def unserved(*robots: Fields, lease_ms: float = 300, **joints: Any) -> GoldenRun:
     """Bring-up, then ready for 999 ms without an envelope; no sample of joints comes, or these."""
     golden = simulate().set("config.actions", {"lease_ms": float(lease_ms)})
