@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Final
 
 from ppstream.analysis.audits import audit_all
@@ -49,7 +49,7 @@ from ppstream.analysis.segments import IDLE_PERIODS, JudgedSpan, select_window
 from ppstream.analysis.statements import Diagnosis, Model, in_ms, statements
 from ppstream.analysis.summary import figures, sentence
 from ppstream.analysis.thread_time import stage_cpu, unnamed
-from ppstream.analysis.unserved import unmoved
+from ppstream.analysis.unserved import LATE_MAX, unmoved
 from ppstream.analysis.verdict import (
     ACCEPTABLE,
     N_MIN,
@@ -74,7 +74,6 @@ COMPARED_MIN: Final = 5  # envelopes of each: a slow service has few
 HELD_MAX: Final = 0.10  # of the service, by one robot in all its sessions
 DROPPED_MAX: Final = 0.10  # of its envelopes
 TIME_MAX_MS: Final = 1e12  # more is no time of a run
-LATE_MAX: Final = 0.10  # of the chunks that robots received
 
 
 def judge(
@@ -192,12 +191,13 @@ def _oldest(run: RunLog) -> OldestAction | None:
 
 
 def _chunks(run: RunLog) -> RobotChunks | None:
-    if not run.ages_ns and not run.unexecuted_ages_ns:
+    unexecuted_ns = [*chain.from_iterable(run.unexecuted_ages_ns.values())]
+    if not run.ages_ns and not unexecuted_ns:
         return None
     limits_ns = [ns for ns in (_age_limit_ns(run), _last_step_ns(run)) if ns is not None]
     limit_ns = min(limits_ns, default=None)
-    late_ns = [ns for ns in run.unexecuted_ages_ns if limit_ns is not None and ns > limit_ns]
-    counts = len(run.ages_ns), len(run.unexecuted_ages_ns)
+    late_ns = [ns for ns in unexecuted_ns if limit_ns is not None and ns > limit_ns]
+    counts = len(run.ages_ns), len(unexecuted_ns)
     return RobotChunks(*counts, quantiles(late_ns), limit_ns)
 
 
@@ -417,13 +417,10 @@ def _service_reasons(run: RunLog, ready: list[Envelope]) -> dict[str, str]:
     if len(lost) > DROPPED_MAX * len(ready):
         reasons = ", ".join(f"{lost.count(drop)} {drop}" for drop in dict.fromkeys(lost))
         found["SERVICE_DROPPED"] = f"{len(lost)} of {len(ready)} envelopes dropped: {reasons}"
-    oldest, chunks = _oldest(run), _chunks(run)
+    oldest, chunks, late_ns = _oldest(run), _chunks(run), None
     if chunks is not None and chunks.late_share > LATE_MAX:
-        found["SERVICE_LATE"] = str(chunks)
-    unserved = unmoved(run, _lease_ns(run), lasted_ns)
-    if "SERVICE_LATE" in found:  # which says why
-        unserved.pop("SERVICE_UNEXECUTED", None)
-    found |= unserved
+        found["SERVICE_LATE"], late_ns = str(chunks), chunks.limit_ns
+    found |= unmoved(run, _lease_ns(run), lasted_ns, late_ns)
     if oldest is not None and oldest.is_too_old:
         age, limit = in_ms(oldest.age_ns), in_ms(oldest.limit_ns or 0)
         found["SERVICE_TOO_OLD"] = f"a robot executed an action {age} ms old, of {limit} ms allowed"

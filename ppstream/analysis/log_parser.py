@@ -92,7 +92,7 @@ def parse_run(
         events=tuple(found.events),
         members={rank: tuple(lines) for rank, lines in found.members.items()},
         ages_ns=tuple(found.chunks.ages_ns),
-        unexecuted_ages_ns=tuple(found.chunks.unexecuted_ages_ns),
+        unexecuted_ages_ns=found.chunks.unexecuted_ages_ns,
         oldest_ns=found.chunks.oldest_ns or None,
         standalone=_standalone(manifest, "standalone"),
         standalone_after=_standalone(manifest, "standalone_after"),

@@ -451,7 +451,8 @@ class RunLog:
     events: tuple[LogEvent, ...] = ()
     members: Mapping[int, tuple[PolicyLine, ...]] = field(default_factory=dict)  # of a mesh
     ages_ns: tuple[int, ...] = ()  # of executed chunks, measured by the robots themselves
-    unexecuted_ages_ns: tuple[int, ...] = ()  # of the other chunks, as a robot received them
+    #: Of the other chunks by session, as its robot received them.
+    unexecuted_ages_ns: Mapping[int, list[int]] = field(default_factory=dict)
     oldest_ns: int | None = None  # of any single action executed; None: no robot said it
     standalone: IsolatedTimes | None = None  # directly before bring-up
     standalone_after: IsolatedTimes | None = None  # directly behind it

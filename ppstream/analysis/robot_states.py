@@ -52,21 +52,22 @@ class ChunkReports:
 
     Attributes:
         ages_ns: of executed chunks.
-        unexecuted_ages_ns: of the others.
+        unexecuted_ages_ns: of the others, by session.
         oldest_ns: of any single action; 0: no robot told it.
         by_session: counts.
     """
 
     def __init__(self) -> None:
         self.ages_ns: list[int] = []
-        self.unexecuted_ages_ns: list[int] = []
+        self.unexecuted_ages_ns: dict[int, list[int]] = {}
         self.oldest_ns = 0
         self.by_session: dict[int, Chunks] = {}
 
     def add(self, session: int, age_ns: int | None, oldest_ns: int, *, is_executed: bool) -> None:
         """Count one report."""
         if age_ns is not None:
-            (self.ages_ns if is_executed else self.unexecuted_ages_ns).append(age_ns)
+            unexecuted = self.unexecuted_ages_ns.setdefault(session, [])
+            (self.ages_ns if is_executed else unexecuted).append(age_ns)
         self.oldest_ns = max(self.oldest_ns, oldest_ns)
         executed, total = self.by_session.get(session, (0, 0))
         self.by_session[session] = Chunks(executed + is_executed, total + 1)

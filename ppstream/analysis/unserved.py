@@ -6,7 +6,7 @@ and none is that asks when it likes, or was there for a moment alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Final
 
 from ppstream.analysis.json_values import shown
@@ -19,11 +19,14 @@ SHARE_MIN: Final = 0.10  # of a service that moved others, in all the robot's se
 TIME_MIN_NS: Final = 5_000_000_000  # and at least so long
 ROBOTS_MAX: Final = 4  # that a sentence names
 REFUSED_MIN: Final = 0.5  # of a stream's samples
+LATE_MAX: Final = 0.10  # of the chunks that robots received, or that one did
 #: Drops of samples for want of a window, whatever they were worth.
 UNASKED: Final = frozenset({"overwritten", "passed_over", "closed", "new_episode"})
 
 
-def unmoved(run: RunLog, lease_ns: int, lasted_ns: int = 0) -> dict[str, str]:
+def unmoved(
+    run: RunLog, lease_ns: int, lasted_ns: int = 0, late_ns: int | None = None
+) -> dict[str, str]:
     """Reasons against a service, each with its sentence.
 
     ``SERVICE_UNSERVED``: the robot was there in service, and none of its windows came to a chunk.
@@ -33,6 +36,7 @@ def unmoved(run: RunLog, lease_ns: int, lasted_ns: int = 0) -> dict[str, str]:
         run: its records.
         lease_ns: who is there for no longer wants for nothing.
         lasted_ns: from the first envelope of service to the last; 0: there was none.
+        late_ns: another reason tells of older chunks, and why they are not executed; None: none.
     """
     nobody_names_rows = lasted_ns and not run.session_gaps_ns
     if is_on_request(run.config) or nobody_names_rows:
@@ -54,6 +58,8 @@ def unmoved(run: RunLog, lease_ns: int, lasted_ns: int = 0) -> dict[str, str]:
             unserved.append(f"{who} and got no chunk{ailing}")
         elif told and not any(chunks.executed for chunks in told):
             total = sum(chunks.total for chunks in told)
+            if late_ns is not None and _late(run, sessions, late_ns) > LATE_MAX * total:
+                continue
             unexecuted.append(f"{who}, got {total} chunks and told of none that it executed")
     found = {}
     if unserved:
@@ -61,6 +67,11 @@ def unmoved(run: RunLog, lease_ns: int, lasted_ns: int = 0) -> dict[str, str]:
     if unexecuted:
         found["SERVICE_UNEXECUTED"] = _some(unexecuted)
     return found
+
+
+def _late(run: RunLog, sessions: Iterable[int], late_ns: int) -> int:
+    ages = (ns for session in sessions for ns in run.unexecuted_ages_ns.get(session, ()))
+    return sum(ns > late_ns for ns in ages)
 
 
 def _some(texts: list[str]) -> str:

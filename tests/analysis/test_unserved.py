@@ -107,6 +107,18 @@ def test_a_robot_that_executes_none_of_its_chunks_is_told_with_their_number() ->
     }
 
 
+@pytest.mark.parametrize(("leg_ns", "reasons"), [(10, {"SERVICE_UNEXECUTED"}), (ms(91), set())])
+def test_late_chunks_of_one_robot_excuse_no_other(leg_ns: int, reasons: set[str]) -> None:
+    """Of the arm's chunks all are late; the leg executes none of its own, late or not."""
+    golden = run(has_window=True, told=[0] * 600).set("config.actions", {"lease_ms": 90.0})
+    for line in golden.extra:
+        if line["kind"] == "robot":
+            is_arm = line["session"] == ARM
+            line |= {"executed": 0, "age_ns": ms(91) if is_arm else leg_ns}
+    golden.tell(*(report(ARM, k, 0) | {"age_ns": ms(91)} for k in range(50, 600)))
+    assert service(golden).keys() == {"SERVICE_LATE"} | reasons
+
+
 @pytest.mark.parametrize(
     "golden",
     [
