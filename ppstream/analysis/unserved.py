@@ -6,16 +6,16 @@ and none is that asks when it likes, or was there for a moment alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Final
 
 from ppstream.analysis.json_values import shown
-from ppstream.analysis.records import ENVELOPES, TOTAL, RunLog
+from ppstream.analysis.records import ENVELOPES, TOTAL, RobotStateLine, RunLog
 from ppstream.analysis.requests import is_on_request
 from ppstream.analysis.robot_states import by_robot, name_of
 from ppstream.core.phases import ENDING, SERVING
 
-SHARE_MIN: Final = 0.10  # of a service that moved others, in all the robot's sessions
+SHARE_MIN: Final = 0.10  # of a service that moved others, in the robot's newest sessions
 TIME_MIN_NS: Final = 5_000_000_000  # and at least so long
 ROBOTS_MAX: Final = 4  # that a sentence names
 REFUSED_MIN: Final = 0.5  # of a stream's samples
@@ -27,7 +27,7 @@ UNASKED: Final = frozenset({"overwritten", "passed_over", "closed", "new_episode
 def unmoved(
     run: RunLog, lease_ns: int, lasted_ns: int = 0, late_ns: int | None = None
 ) -> dict[str, str]:
-    """Reasons against a service, each with its sentence.
+    """Reasons against a service, each with its sentence: of each robot's newest sessions.
 
     ``SERVICE_UNSERVED``: the robot was there in service, and none of its windows came to a chunk.
     ``SERVICE_UNEXECUTED``: it got chunks, and by its own account executed none.
@@ -46,11 +46,11 @@ def unmoved(
     times_ns = _times_ns(run, lease_ns)
     unserved: list[str] = []
     unexecuted: list[str] = []
-    for states in by_robot(run.robot_states):
-        sessions = [state.session for state in states]
-        time_ns = sum(times_ns.get(session, 0) for session in sessions)
+    for all_states in by_robot(run.robot_states):
+        states, time_ns = _newest(all_states, times_ns, least_ns)
         if time_ns < least_ns:
             continue
+        sessions = [state.session for state in states]
         told = [run.session_chunks[k] for k in sessions if k in run.session_chunks]
         who = f"robot {name_of(states)} was there for {time_ns / 1e9:.1f} s"
         if not told and run.session_gaps_ns.keys().isdisjoint(sessions):
@@ -67,6 +67,18 @@ def unmoved(
     if unexecuted:
         found["SERVICE_UNEXECUTED"] = _some(unexecuted)
     return found
+
+
+def _newest(
+    states: list[RobotStateLine], times_ns: Mapping[int, int], least_ns: float
+) -> tuple[list[RobotStateLine], int]:
+    """The newest sessions that lasted long enough together, oldest first, and how long."""
+    time_ns = 0
+    for k in reversed(range(len(states))):
+        time_ns += times_ns.get(states[k].session, 0)
+        if time_ns >= least_ns:
+            return states[k:], time_ns
+    return states, time_ns
 
 
 def _late(run: RunLog, sessions: Iterable[int], late_ns: int) -> int:

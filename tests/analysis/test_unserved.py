@@ -144,13 +144,34 @@ def test_nothing_is_said_of_a_robot_that(golden: GoldenRun) -> None:
     assert service(golden) == {}
 
 
-def test_a_robot_is_judged_in_all_its_sessions() -> None:
-    golden = run(range(350), has_window=True, told=[1] * 300)
-    for k in range(350, 700):
+def again(at: int, *, has_window: bool = True) -> GoldenRun:
+    """The leg's second session begins at this envelope and executes nothing; the first one did."""
+    golden = run(range(at), has_window=True, told=[1] * 150)
+    for k in range(at, 700):
         golden.lines[k]["session"] = [ARM, 7]
-    again = robot(session=7, robot="leg", t=golden.lines[350]["tA0"])
-    golden.tell(again, *(report(7, k, 0) for k in range(300)))
-    assert service(golden) == {}
+        golden.lines[k]["window_end_ns"] = [k + 1, (k + 1) * has_window]
+    newer = robot(session=7, robot="leg", t=golden.lines[at]["tA0"])
+    return golden.tell(newer, *(report(7, k, 0) for k in range(300 * has_window)))
+
+
+def test_a_robot_is_judged_in_the_newest_sessions_that_are_long_enough() -> None:
+    assert service(again(350)) == {}
+    assert service(again(150)) == {
+        "SERVICE_UNEXECUTED": "robot leg (session 7) was there for 5.5 s, got 300 chunks and told "
+        "of none that it executed"
+    }
+    unserved = service(again(150, has_window=False))["SERVICE_UNSERVED"]
+    assert "(session 7) was there for 5.5 s" in unserved
+
+
+def test_short_sessions_are_judged_together() -> None:
+    golden = run(range(200), has_window=False)
+    for k in range(200, 700):
+        golden.lines[k]["session"] = [ARM, 7 + k // 400]
+    for session, at in ((7, 200), (8, 400)):
+        golden.tell(robot(session=session, robot="leg", t=golden.lines[at]["tA0"]))
+    golden.tell(left(7, golden.lines[400]))
+    assert "leg (2 sessions) was there for 5.0 s" in service(golden)["SERVICE_UNSERVED"]
 
 
 # ---- how long a robot waited for its first chunk ------------------------------------------------
