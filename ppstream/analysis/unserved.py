@@ -1,7 +1,8 @@
 """Robots that a run did not move, by what they tell. Pure.
 
 A robot that tells of no chunk by a wire of its own is never counted among those that execute none,
-and none is that asks when it likes, or was there for a moment alone.
+and none is that was there for a moment alone. One that asks when it likes is unserved where it
+asked in vain: its samples were refused, or a gateway answered none of its requests.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Final
 
 from ppstream.analysis.json_values import shown
-from ppstream.analysis.records import ENVELOPES, TOTAL, RobotStateLine, RunLog
+from ppstream.analysis.records import ENVELOPES, TOTAL, Ledger, RobotStateLine, RunLog
 from ppstream.analysis.requests import is_on_request
 from ppstream.analysis.robot_states import by_robot, name_of
 from ppstream.core.phases import ENDING, SERVING
@@ -19,6 +20,7 @@ SHARE_MIN: Final = 0.10  # of a service that moved others, in the robot's newest
 TIME_MIN_NS: Final = 5_000_000_000  # and at least so long
 ROBOTS_MAX: Final = 4  # that a sentence names
 REFUSED_MIN: Final = 0.5  # of a stream's samples
+UNREADY: Final = ("not_ready", "peer_lost", "gateway_ends")  # errors while there was no run
 LATE_MAX: Final = 0.10  # of the chunks that robots received, or that one did
 #: Drops of samples for want of a window, whatever they were worth.
 UNASKED: Final = frozenset({"overwritten", "passed_over", "closed", "new_episode"})
@@ -39,16 +41,15 @@ def unmoved(
         late_ns: another reason tells of older chunks, and why they are not executed; None: none.
     """
     nobody_names_rows = lasted_ns and not run.session_gaps_ns
-    if is_on_request(run.config) or nobody_names_rows:
-        return {}
+    refused = _refused_robots(run, lasted_ns) if is_on_request(run.config) else None
     least_ns = max(TIME_MIN_NS, SHARE_MIN * lasted_ns) if lasted_ns else lease_ns
     others = ", beside others that did" if lasted_ns else _lacking_streams(run)
     times_ns = _times_ns(run, lease_ns)
     unserved: list[str] = []
     unexecuted: list[str] = []
-    for all_states in by_robot(run.robot_states):
+    for all_states in () if nobody_names_rows else by_robot(run.robot_states):
         states, time_ns = _newest(all_states, times_ns, least_ns)
-        if time_ns < least_ns:
+        if time_ns < least_ns or (refused is not None and states[-1].robot not in refused):
             continue
         sessions = [state.session for state in states]
         told = [run.session_chunks[k] for k in sessions if k in run.session_chunks]
@@ -56,14 +57,15 @@ def unmoved(
         if not told and run.session_gaps_ns.keys().isdisjoint(sessions):
             ailing = _ailing_streams(run, states[-1].robot) if lasted_ns else ""
             unserved.append(f"{who} and got no chunk{ailing}")
-        elif told and not any(chunks.executed for chunks in told):
+        elif refused is None and told and not any(chunks.executed for chunks in told):
             total = sum(chunks.total for chunks in told)
             if late_ns is not None and _late(run, sessions, late_ns) > LATE_MAX * total:
                 continue
             unexecuted.append(f"{who}, got {total} chunks and told of none that it executed")
     found = {}
-    if unserved:
-        found["SERVICE_UNSERVED"] = _some(unserved) + others
+    in_vain = [_some(unserved) + others] if unserved else []
+    if in_vain := [*in_vain, *_unanswered(run)]:
+        found["SERVICE_UNSERVED"] = _some(in_vain)
     if unexecuted:
         found["SERVICE_UNEXECUTED"] = _some(unexecuted)
     return found
@@ -93,15 +95,44 @@ def _some(texts: list[str]) -> str:
 
 def _lacking_streams(run: RunLog) -> str:
     """The streams of which no sample came, or of which most were refused, with the reasons."""
-    samples = [ledger for ledger in run.ledgers if ledger.stream not in (TOTAL, ENVELOPES)]
-    silent = [shown(ledger.stream) for ledger in samples if not ledger.received]
+    silent = [shown(ledger.stream) for ledger in _samples(run) if not ledger.received]
     texts = [f"no sample of {', '.join(silent)} came"] if silent else []
-    for ledger in samples:
+    texts += _refused_streams(run)
+    return f": {'; '.join(texts)}" if texts else ""
+
+
+def _samples(run: RunLog) -> list[Ledger]:
+    return [ledger for ledger in run.ledgers if ledger.stream not in (TOTAL, ENVELOPES)]
+
+
+def _refused_streams(run: RunLog) -> Iterator[str]:
+    for ledger in _samples(run):
         refused = {why: n for why, n in ledger.dropped.items() if n and why not in UNASKED}
         if sum(refused.values()) > REFUSED_MIN * ledger.received:
             reasons = ", ".join(f"{n} {shown(why)}" for why, n in refused.items())
-            texts.append(f"{reasons} of {ledger.received} samples of {shown(ledger.stream)}")
-    return f": {'; '.join(texts)}" if texts else ""
+            yield f"{reasons} of {ledger.received} samples of {shown(ledger.stream)}"
+
+
+def _refused_robots(run: RunLog, lasted_ns: int) -> set[str | None]:
+    """Robots whose samples were refused; all where none was served and nobody says whose."""
+    found: set[str | None] = {
+        str(event.fields.get("robot"))
+        for event in run.events
+        if event.name == "sensor" and event.fields.get("condition") == "refused"
+    }
+    if found or lasted_ns or not any(_refused_streams(run)):
+        return found
+    return {state.robot for state in run.robot_states}
+
+
+def _unanswered(run: RunLog) -> Iterator[str]:
+    """Yields each robot of which a gateway answered no request that it could have answered."""
+    for row in run.requests:
+        failed = {why: n for why, n in row.errors.items() if n and why not in UNREADY}
+        if not row.answered and failed:
+            reasons = ", ".join(f"{n} {why}" for why, n in failed.items())
+            who = f"robot {row.robot} ({row.wire}) had 0 of {row.requests} requests answered"
+            yield f"{who}: {reasons}"
 
 
 def _ailing_streams(run: RunLog, robot: str | None) -> str:

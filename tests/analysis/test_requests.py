@@ -189,6 +189,21 @@ def test_the_table_has_a_row_for_each_robot_and_the_json_its_numbers() -> None:
     assert "<td>2 timeout, 1 bad_request</td>" in page
 
 
+def test_a_robot_without_an_answer_is_unserved() -> None:
+    errors = {"timeout": 5, "gone": 1}
+    report, text, _ = with_gateway(
+        gateway_line("left", 6, 6),
+        gateway_line("right", 7, 0, errors=errors, unanswered=1),
+        gateway_line("early", 2, 0, errors={"not_ready": 2}),
+        gateway_line("newest", 1, 0, unanswered=1),
+    )
+    assert report.reasons == ["SERVICE_UNSERVED"]
+    said = "robot right (openpi) had 0 of 7 requests answered: 5 timeout, 1 gone"
+    assert report.service is not None
+    assert report.service.reasons == {"SERVICE_UNSERVED": said}
+    assert said in text
+
+
 def test_a_ledger_that_does_not_balance_is_told() -> None:
     report, text, page = with_gateway(gateway_line("left", 9, 5, errors={"gone": 1}, unanswered=1))
     (row,) = report.requests

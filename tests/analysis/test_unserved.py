@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from faulty_runs import event, robot
+from faulty_runs import event, robot, unserved
 from golden_runs import Fields, GoldenRun, ms, simulate, stages
 from judging import judged
 
@@ -85,6 +85,29 @@ def test_names_in_a_ledger_are_shown_as_a_line_can_hold_them() -> None:
     assert "of jo" in text
     assert "\x1b" not in text
     text.encode()
+
+
+ON_REQUEST = [{"name": "joints", "max_request_hz": 5.0}]
+
+
+@pytest.mark.parametrize(("robot_name", "is_told"), [("leg", True), ("arm", False)])
+def test_a_robot_that_asks_with_samples_that_are_refused_is_unserved(
+    robot_name: str, *, is_told: bool
+) -> None:
+    golden = run(has_window=False).set("config.streams", ON_REQUEST)
+    golden.tell(event("sensor", robot=robot_name, stream="joints", condition="refused"))
+    told = {"SERVICE_UNSERVED": "robot leg (session 6) was there for 7.0 s and got no chunk "
+        "(joints refused), beside others that did"}  # fmt: skip
+    assert service(golden) == (told if is_told else {})
+
+
+@pytest.mark.parametrize("is_stale", [True, False])
+def test_a_robot_alone_that_asks_with_stale_samples_is_unserved(*, is_stale: bool) -> None:
+    counts = {"received": 90, "dropped": {"stale" if is_stale else "overwritten": 90}}
+    report = judged(unserved(robot(robot="arm"), **counts).set("config.streams", ON_REQUEST))
+    assert report.reasons == ["SERVICE_UNSERVED"] * is_stale
+    if is_stale:
+        assert "got no chunk: 90 stale of 90 samples of joints" in report.statements[0]
 
 
 def test_the_streams_of_a_robot_that_is_unserved_are_told() -> None:
