@@ -20,6 +20,8 @@ SHARE_MIN: Final = 0.10  # of a service that moved others, in the robot's newest
 TIME_MIN_NS: Final = 5_000_000_000  # and at least so long
 ROBOTS_MAX: Final = 4  # that a sentence names
 REFUSED_MIN: Final = 0.5  # of a stream's samples
+VAIN_MIN: Final = 5  # requests that a gateway answered no robot of; fewer are somebody's trial
+VAIN_SHARE_MIN: Final = 0.10  # of all its requests
 UNREADY: Final = ("not_ready", "peer_lost", "gateway_ends")  # errors while there was no run
 LATE_MAX: Final = 0.10  # of the chunks that robots received, or that one did
 #: Drops of samples for want of a window, whatever they were worth.
@@ -126,11 +128,21 @@ def _refused_robots(run: RunLog, lasted_ns: int) -> set[str | None]:
 
 
 def _unanswered(run: RunLog) -> Iterator[str]:
-    """Yields each robot of which a gateway answered no request that it could have answered."""
-    for row in run.requests:
-        failed = {why: n for why, n in row.errors.items() if n and why not in UNREADY}
-        if not row.answered and failed:
-            reasons = ", ".join(f"{n} {why}" for why, n in failed.items())
+    """Yields each robot of which a gateway answered no request that it could have answered.
+
+    A robot that is sent away comes again under another name: they count together.
+    """
+    failed = [
+        (row, {why: n for why, n in row.errors.items() if n and why not in UNREADY})
+        for row in run.requests
+        if not row.answered
+    ]
+    vain = sum(sum(errors.values()) for _, errors in failed)
+    if vain < VAIN_MIN or vain < VAIN_SHARE_MIN * sum(row.requests for row in run.requests):
+        return
+    for row, errors in failed:
+        if errors:
+            reasons = ", ".join(f"{n} {why}" for why, n in errors.items())
             who = f"robot {row.robot} ({row.wire}) had 0 of {row.requests} requests answered"
             yield f"{who}: {reasons}"
 

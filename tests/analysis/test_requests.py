@@ -204,6 +204,13 @@ def test_a_robot_without_an_answer_is_unserved() -> None:
     assert said in text
 
 
+@pytest.mark.parametrize(("left", "tries"), [(6, 4), (200, 6)])
+def test_a_few_requests_of_somebody_who_tries_are_no_robot_unserved(left: int, tries: int) -> None:
+    trials = [gateway_line(f"t{n}", 1, 0, errors={"bad_request": 1}) for n in range(tries)]
+    report, _, _ = with_gateway(gateway_line("left", left, left), *trials)
+    assert report.reasons == []
+
+
 def test_a_ledger_that_does_not_balance_is_told() -> None:
     report, text, page = with_gateway(gateway_line("left", 9, 5, errors={"gone": 1}, unanswered=1))
     (row,) = report.requests
