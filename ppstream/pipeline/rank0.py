@@ -41,7 +41,8 @@ if TYPE_CHECKING:
     from ppstream.sessions.requests import Told
     from ppstream.wire.robot_messages import Emitter
 
-LEDGER_INTERVAL_NS: Final = NS_PER_S
+SECOND_NS: Final = NS_PER_S  # of ledger lines, and of what looks by the second
+OVERDUE_NS: Final = NS_PER_S // 4  # behind it an envelope waits for them: the loop never rests
 WAIT_MAX_NS: Final = NS_PER_S // 10  # no wait is longer: limits are looked at this often
 
 
@@ -130,7 +131,7 @@ class Rank0:
         self.drain_until_ns: int | None = None
         self._watchdog_ns = round(config.liveness.watchdog_s * NS_PER_S)
         self.start_ns = round(config.liveness.start_s * NS_PER_S)
-        self._next_ledger_ns = 0
+        self._next_second_ns = 0
         self.usual_b_ns = 0  # a moving mean where results tell it, else as it was timed alone
         self.times = TimeAccount()  # of the thread that runs stage A, as the next
         self.run_delay = RunDelay()
@@ -305,7 +306,7 @@ class Rank0:
     # ---- the loop's bookkeeping --------------------------------------------------------------
 
     def drain_inputs(self) -> None:
-        """Receive what has arrived, cut the epoch when asked, and write the ledger each second."""
+        """Receive what has arrived, and cut the epoch when asked."""
         now = now_ns()
         self.mark.turns += 1
         self.source.drain(now)
@@ -321,18 +322,26 @@ class Rank0:
         if self.stop_reason is not None and self.phase in SERVING:
             self.change_phase("draining")
             self.drain_until_ns = now + self._drain_limit_ns
-        if now >= self._next_ledger_ns:
-            self._next_ledger_ns = now + LEDGER_INTERVAL_NS
-            self.write_ledger()
-            for look in self.on_second:
-                look(now)
+        if now >= self._next_second_ns + OVERDUE_NS:
+            self._end_second(now)
 
     def tidy(self) -> None:
-        """Write what robots have told into the log."""
+        """Before a rest: write what robots have told into the log, and do what is due each second.
+
+        That takes as long as an envelope's way through a stage: it is done while none is under way.
+        """
         if self.reports:
             write_reports(self.log, self.reports)
+        if self.started == self.finished and (now := now_ns()) >= self._next_second_ns:
+            self._end_second(now)
 
     def write_ledger(self) -> None:
         """One ledger line: samples by stream, and envelopes; what robots told comes before it."""
-        self.tidy()
+        write_reports(self.log, self.reports)
         write_ledger(self)
+
+    def _end_second(self, now: int) -> None:
+        self._next_second_ns = max(now - OVERDUE_NS, self._next_second_ns) + SECOND_NS
+        self.write_ledger()
+        for look in self.on_second:
+            look(now)

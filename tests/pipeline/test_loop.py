@@ -14,7 +14,7 @@ from device_in_process import GPUS, DevicePipeline
 from pipeline_in_process import NewestValues, PipelineInProcess, small_config
 from robot_rig import wait_until
 
-from ppstream.core.clock import now_ns
+from ppstream.core.clock import NS_PER_S, now_ns
 from ppstream.core.errors import PeerLostError, PolicyError, ProtocolError, WatchdogError
 from ppstream.core.realtime import PR_GET_TIMERSLACK
 from ppstream.core.specs import TensorSpec
@@ -23,6 +23,7 @@ from ppstream.ingest.synthetic import SyntheticSource
 from ppstream.links.headers import ENVELOPE_HEADER, SEQ
 from ppstream.links.slots import SlotLayout, new_slots
 from ppstream.pipeline import host_executor
+from ppstream.pipeline import rank0 as rank0_loop
 from ppstream.pipeline.pacing import OnSample, OnTick, Saturated, Scheduled
 from ppstream.pipeline.stage_a import FrontParts
 from ppstream.pipeline.stage_b import StageB
@@ -638,6 +639,53 @@ def test_behind_a_wait_results_are_looked_at_before_samples_are_taken_in(build, 
         assert all(found == ["results", "samples"] for found in behind)
     else:  # results are another thread's
         assert all(found[0] == "samples" for found in behind)
+
+
+@pytest.mark.parametrize("form", [*THREADS, "device"])
+def test_no_envelope_waits_for_what_is_due_each_second(build, form, monkeypatch):
+    monkeypatch.setattr(rank0_loop, "SECOND_NS", 15_000_000)
+    monkeypatch.setattr(rank0_loop, "OVERDUE_NS", 10 * NS_PER_S)
+    with build(form, NewestValues(lambda _: time.sleep(0.002))) as pipeline:
+        rank0, did = pipeline.rank0, []
+        wait, begin = rank0.waiter.wait, pipeline.executor.begin
+
+        def noted_wait(limit_ns):
+            ready = wait(limit_ns)
+            did.append("wait")
+            return ready
+
+        def noted_begin(*given):
+            did.append("begin")
+            begin(*given)
+
+        def second(_):
+            did.append("second")
+            assert rank0.started == rank0.finished
+
+        rows = pipeline.intake.rows
+        source = SyntheticSource(pipeline.config, rows[0], seed=1, start_ns=now_ns())
+        pipeline.enter(source, OnTick(rows, 100.0, now_ns()))
+        rank0.run(2)  # so that the first second of the run is over
+        monkeypatch.setattr(rank0.waiter, "wait", noted_wait)
+        monkeypatch.setattr(pipeline.executor, "begin", noted_begin)
+        rank0.on_second.append(second)
+        rank0.run(30)
+    behind = [after for now, after in pairwise(did) if now == "second"]
+    assert len(behind) >= 5
+    assert "begin" not in behind
+
+
+@pytest.mark.parametrize("form", THREADS)
+def test_what_is_due_each_second_is_done_though_the_loop_never_rests(build, form, monkeypatch):
+    monkeypatch.setattr(rank0_loop, "SECOND_NS", 10_000_000)
+    monkeypatch.setattr(rank0_loop, "OVERDUE_NS", 5_000_000)
+    with build(form, NewestValues(lambda _: time.sleep(0.002))) as pipeline:
+        rank0, under_way = pipeline.rank0, []
+        rank0.on_second.append(lambda _: under_way.append(rank0.started - rank0.finished))
+        pipeline.saturate()
+        rank0.run(50)
+    assert len(under_way) >= 3
+    assert any(under_way)
 
 
 class FrontPart:

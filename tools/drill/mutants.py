@@ -261,8 +261,8 @@ MUTANTS: Final = (
     Mutant(
         "sensors are looked at",
         "ppstream/pipeline/rank0.py",
-        "                look(now)\n",
-        "                pass\n",
+        "            look(now)\n",
+        "            pass\n",
         "values-stuck",
     ),
     Mutant(

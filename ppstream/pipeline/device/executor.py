@@ -350,6 +350,7 @@ class DeviceExecutor:
             self._rest_until_done()
         else:
             self._account()
+            self._loop.tidy()
             if self._loop.log.on_idle is not None:
                 self._loop.log.run_when_idle()
             else:
@@ -413,7 +414,8 @@ class DeviceExecutor:
         if self._loop.is_cut_due:  # it tells of the ledger
             self._account()
         self._loop.drain_inputs()
-        self._loop.tidy()
+        if self._underway:
+            self._loop.tidy()
         now = now_ns()
         self._a.ingest(now)
         if self._is_account_due(now):
