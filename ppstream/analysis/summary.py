@@ -165,7 +165,7 @@ def sentence(report: RunReport) -> str:
 
 def _refusal(report: RunReport) -> str:
     refused = [reason for reason in report.reasons if reason not in report.gate.accept]
-    code, more = _deciding(refused), len(refused) - 1
+    code, more = _deciding(report, refused), len(refused) - 1
     begin, why, remedy = REASONS[code]
     is_bringup = report.window.phases == {BRING_UP}
     if report.service is not None and code in report.service.reasons:
@@ -175,6 +175,7 @@ def _refusal(report: RunReport) -> str:
         remedy = "judge its bring-up, which runs at full speed"
     if code == "INLINE" and report.primary is not None:
         why += f" and give {_rate(report)} chunks/s"
+    remedy = (_service_step(report) if code == "INLINE" else "") or remedy
     if set(report.reasons) <= set(ACCEPTABLE):
         enough = "it is" if report.primary is None else f"{_rate(report)} chunks/s are"
         remedy += f", or accept it with bringup.accept if {enough} enough for you"
@@ -184,11 +185,11 @@ def _refusal(report: RunReport) -> str:
     return f"{begin}: {why} ({codes}); first {remedy}."
 
 
-def _deciding(refused: list[str]) -> str:
+def _deciding(report: RunReport, refused: list[str]) -> str:
     """The first reason; one about the robots' service before one about the gain of overlap."""
-    if refused[0] not in OF_SPEED:
+    if refused[0] not in OF_SPEED or report.service is None:
         return refused[0]
-    return next((code for code in refused if REASONS[code][0] == SERVICE), refused[0])
+    return next((code for code in refused if code in report.service.reasons), refused[0])
 
 
 def _before_service(report: RunReport, judged: str) -> str:
@@ -232,12 +233,9 @@ def _pace(report: RunReport) -> str:
 
 def _first_step(report: RunReport) -> str:
     """The remedy of the worst: a robot without actions, a shallow queue, then the limit."""
-    service, model, cut = report.service, report.model, report.better_cut
-    if service is not None and (trouble := _trouble(service)):
-        return f"first {_busy_machine(report)}find out why {trouble}"
-    if clipped := _clipped(service):
-        why = "a robot rests at a limit, or the policy asks for too much"
-        return f"first find out why {clipped} were clipped: {why}"
+    model, cut = report.model, report.better_cut
+    if step := _service_step(report):
+        return f"first {step}"
     if _has_time_to_spare(report):
         return "there is nothing to do"
     if cut is not None:
@@ -254,6 +252,16 @@ def _first_step(report: RunReport) -> str:
         "overhead-limited": "for more, give it CPUs of its own",
         "serialized": "for more, see in the report what each stage waits for",
     }.get(report.limited_by or "", "there is nothing to do")
+
+
+def _service_step(report: RunReport) -> str:
+    """Advice to look for robots without actions, or clipped chunks; empty: neither is there."""
+    if report.service is not None and (trouble := _trouble(report.service)):
+        return f"{_busy_machine(report)}find out why {trouble}"
+    if clipped := _clipped(report.service):
+        why = "a robot rests at a limit, or the policy asks for too much"
+        return f"find out why {clipped} were clipped: {why}"
+    return ""
 
 
 def _trouble(service: ServiceReport) -> str:

@@ -245,6 +245,25 @@ def test_many_clipped_chunks_are_marked_and_no_reason(*, clipped: int, is_told: 
     assert "clipped" not in judged(golden.tell(golden.book() | {"actions": actions})).sentence
 
 
+def test_one_rank_that_lost_lines_of_its_service_says_so_first() -> None:
+    golden = served(inline(), period_ms=40).set("finished_utc", "2026-01-01T00:00:00Z")
+    golden.tell({"kind": "event", "name": "phase", "phase": "ready", "t": 5, "generation": 0})
+    report = judged(golden)
+    assert report.reasons == ["INLINE", "MISSING_LOGS"]
+    assert "robot again: the log has no end of the service" in report.sentence
+    assert "(MISSING_LOGS and 1 more)" in report.sentence
+
+
+def test_one_rank_is_told_of_robots_without_actions_and_of_clipped_ones() -> None:
+    golden = served(inline(), period_ms=40)
+    actions = {"chunks": 600, "clipped_chunks": 300, "clipped_values": 300, "refused": {}}
+    golden.tell(golden.book() | {"actions": actions})
+    assert "(INLINE); first find out why 50% of the chunks were clipped" in judged(golden).sentence
+    golden.tell({"kind": "robot_state", "session": 7, "t": 5, "chunk_gap_ns": ms(1100)})
+    says = "(INLINE); first find out why a robot once had no new chunk for 1100 ms"
+    assert says in judged(golden).sentence
+
+
 def test_service_that_was_not_like_bring_up_says_so_in_the_sentence() -> None:
     golden = served(simulate(), period_ms=40)
     golden.tell({"kind": "robot_state", "session": 7, "t": 5, "holds": 3, "held_ns": ms(4000)})
