@@ -143,6 +143,7 @@ def _report(findings: Diagnosis, queues: QueueMaxima, service: ServiceReport | N
         requests=run.requests,
         policy=_policy(run),
         simulated_ms=_simulated_ms(run),
+        judged_reasons=findings.reasons,
     )
 
 

@@ -194,7 +194,7 @@ def _deciding(report: RunReport, refused: list[str]) -> str:
 
 def _before_service(report: RunReport, judged: str) -> str:
     """The begin of a sentence on a service that is refused; empty where the gate refused it."""
-    before = set(report.reasons) - set(report.service.reasons if report.service else ())
+    before = set(report.judged_reasons)
     if not before:
         return f"{judged} passed, then "
     return f"{judged} was accepted, then " if before <= set(report.gate.accept) else ""

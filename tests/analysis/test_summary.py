@@ -254,6 +254,15 @@ def test_one_rank_that_lost_lines_of_its_service_says_so_first() -> None:
     assert "(MISSING_LOGS and 1 more)" in report.sentence
 
 
+def test_bring_up_whose_log_lacks_lines_too_has_not_passed() -> None:
+    golden = served(simulate().lose("w_result_ns", "w_emit_ns"), period_ms=40)
+    golden.set("finished_utc", "2026-01-01T00:00:00Z")
+    golden.tell({"kind": "event", "name": "phase", "phase": "ready", "t": 5, "generation": 0})
+    report = judged(golden)
+    assert report.judged_reasons[0] == "MISSING_LOGS"
+    assert "drive a robot again: the log has no end of the service" in report.sentence
+
+
 def test_one_rank_is_told_of_robots_without_actions_and_of_clipped_ones() -> None:
     golden = served(inline(), period_ms=40)
     actions = {"chunks": 600, "clipped_chunks": 300, "clipped_values": 300, "refused": {}}
