@@ -144,6 +144,7 @@ def _report(findings: Diagnosis, queues: QueueMaxima, service: ServiceReport | N
         policy=_policy(run),
         simulated_ms=_simulated_ms(run),
         judged_reasons=findings.reasons,
+        failed_end=failed_end(run),
     )
 
 

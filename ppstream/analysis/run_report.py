@@ -152,6 +152,7 @@ class RunReport:
     policy: PolicySeen | None = None  # None: the log does not name it
     simulated_ms: dict[str, float] = field(default_factory=dict)  # extra time by stage of rank 0
     judged_reasons: list[str] = field(default_factory=list)  # of the judged phase, without service
+    failed_end: str = ""  # the rank that failed first, and how; empty: none did
 
     @property
     def origin(self) -> list[str]:

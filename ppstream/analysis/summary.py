@@ -23,6 +23,10 @@ SLOWED: Final = frozenset(
     | {"SERVICE_DROPPED", "SERVICE_HELD", "SERVICE_LATE", "SERVICE_SLOWER"}
     | {"TOO_FEW", "UNNAMED_TIME"}
 )
+#: Reasons that the failure of a rank before service explains.
+CUT_SHORT: Final = frozenset(
+    {"DROPPED", "EXPIRED", "INLINE", "MISSING_LOGS", "NOT_AUDITED", "NOT_WARM", "TOO_FEW"}
+)
 #: Reasons on the gain of ranks that work at the same time: robots may be served all the same.
 OF_SPEED: Final = frozenset({"INLINE", *ACCEPTABLE})
 OTHERS_MIN: Final = 0.5  # CPUs that other programs take: a busy machine
@@ -155,6 +159,9 @@ def sentence(report: RunReport) -> str:
     """May this pipeline drive a robot, what limits its rate, what to do first."""
     if report.reasons and not report.accepted:
         return _refusal(report)
+    if report.failed_end and report.service is None:
+        what = f"{_before_service(report)}{report.failed_end}"
+        return f"{SERVICE}: {what}; first {REASONS['SERVICE_ENDED'][2]}."
     pace = f"{_pace(report)}; {_first_step(report)}."
     if report.accepted:
         _, why, _ = REASONS[report.accepted[0]]
@@ -167,11 +174,12 @@ def _refusal(report: RunReport) -> str:
     refused = [reason for reason in report.reasons if reason not in report.gate.accept]
     code, more = _deciding(report, refused), len(refused) - 1
     begin, why, remedy = REASONS[code]
-    is_bringup = report.window.phases == {BRING_UP}
+    codes = code + (f" and {more} more" if more else "")
+    if report.failed_end and report.service is None and code in CUT_SHORT:
+        return f"{UNKNOWN}: {report.failed_end} ({codes}); first {REASONS['SERVICE_ENDED'][2]}."
     if report.service is not None and code in report.service.reasons:
-        before = _before_service(report, "bring-up" if is_bringup else "the judged phase")
-        begin, why = SERVICE, f"{before}{report.service.reasons[code]}"
-    if code == "INPUT_LIMITED" and not is_bringup:
+        begin, why = SERVICE, f"{_before_service(report)}{report.service.reasons[code]}"
+    if code == "INPUT_LIMITED" and report.window.phases != {BRING_UP}:
         remedy = "judge its bring-up, which runs at full speed"
     if code == "INLINE" and report.primary is not None:
         why += f" and give {_rate(report)} chunks/s"
@@ -181,7 +189,6 @@ def _refusal(report: RunReport) -> str:
         remedy += f", or accept it with bringup.accept if {enough} enough for you"
     if code in SLOWED:
         remedy = _busy_machine(report) + remedy
-    codes = code + (f" and {more} more" if more else "")
     return f"{begin}: {why} ({codes}); first {remedy}."
 
 
@@ -192,8 +199,9 @@ def _deciding(report: RunReport, refused: list[str]) -> str:
     return next((code for code in refused if code in report.service.reasons), refused[0])
 
 
-def _before_service(report: RunReport, judged: str) -> str:
+def _before_service(report: RunReport) -> str:
     """The begin of a sentence on a service that is refused; empty where the gate refused it."""
+    judged = "bring-up" if report.window.phases == {BRING_UP} else "the judged phase"
     before = set(report.judged_reasons)
     if not before:
         return f"{judged} passed, then "

@@ -123,7 +123,11 @@ def test_a_failure_in_service_is_told_and_does_not_pass(
 
 def test_a_failure_before_service_is_told_and_so_is_a_run_without_an_end() -> None:
     before = judge(replace(simulate().parse(), exits={"0": LOST}))
-    assert "rank 0 ended with 20 PEER_LOST: rank 1 was silent" in before.statements
+    said = "rank 0 ended with 20 PEER_LOST: rank 1 was silent"
+    assert said in before.statements
+    assert f"bring-up passed, then {said}; first do what runbooks" in before.sentence
+    one_rank = replace(simulate().set("topology.world_size", 1).parse(), exits={"0": LOST})
+    assert f"drive a robot: {said} (INLINE); first do what runbooks" in judge(one_rank).sentence
     unfinished = "run.json has no end of this run: it runs on, was killed, or its disk was full"
     assert unfinished not in before.statements  # where the gate judges, all are so
     run = served(stages()).parse()

@@ -281,6 +281,7 @@ def test_a_run_that_ended_before_its_bring_up_lacks_no_lines(
     report = judge(read_run(tmp_path))
     assert report.reasons == reasons
     assert sentence(report, says)
+    assert (f"drive a robot: {says}" in report.sentence) is says.startswith("rank 0")
     assert render(report)
 
 
