@@ -237,6 +237,8 @@ class ChunkGaps(NamedTuple):
     is_by_session: bool = False  # robots tell of their longest one alone
     robot: str = ""  # whose the longest was; empty: not known
     first_robot: str = ""  # who waited ``first_ns``
+    later_ns: int = 0  # the longest behind a first one
+    later_robot: str = ""  # whose that was; empty: not known
 
     def above_text(self, limit: str) -> str:
         """For people, who know ``limit_ns`` as ``limit``."""
@@ -258,20 +260,20 @@ def chunk_gaps(run: RunLog, served: Iterable[Envelope], limit_ns: int) -> ChunkG
     told = {one.session: one.chunk_gap_ns for one in run.robot_states if one.chunk_gap_ns}
     is_by_session = bool(told) and not is_on_request(run.config)
     if is_by_session:
-        longest = {**run.session_gaps_ns, **told}
-        for session, wait_ns in waits.items():
-            longest[session] = max(wait_ns, longest.get(session, 0))
-        gaps = [*longest.values()]
-        robot = names.get(max(longest, key=lambda session: longest[session]), "")
+        later = {**run.session_gaps_ns, **told}
+        longest = later | {k: max(ns, later.get(k, 0)) for k, ns in waits.items()}
+        gaps, later_ns = [*longest.values()], max(later.values())
+        robot, later_robot = (names.get(max(of, key=of.__getitem__), "") for of in (longest, later))
     else:
         emits = sorted(e.tEmit for e in served if e.is_emitted and e.tEmit is not None)
         between = [] if is_on_request(run.config) else [b - a for a, b in pairwise(emits)]
-        gaps = [*between, *waits.values()]
+        gaps, later_ns, later_robot = [*between, *waits.values()], max(between, default=0), ""
         robot = first_robot if max(gaps, default=0) == first_ns else ""
     if not gaps:
         return None
     above = sum(gap > limit_ns for gap in gaps)
-    return ChunkGaps(max(gaps), above, limit_ns, first_ns, is_by_session, robot, first_robot)
+    first = (first_ns, is_by_session, robot, first_robot)
+    return ChunkGaps(max(gaps), above, limit_ns, *first, later_ns, later_robot)
 
 
 def deadlines(envelopes: Iterable[Envelope]) -> dict[str, object] | None:

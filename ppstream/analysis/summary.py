@@ -14,6 +14,7 @@ from ppstream.analysis.run_report import Figure, RunReport, ServiceReport
 from ppstream.analysis.run_statistics import HARMLESS
 from ppstream.analysis.scores import resource_title
 from ppstream.analysis.statements import in_ms
+from ppstream.analysis.unserved import TIME_MIN_NS
 from ppstream.analysis.verdict import ACCEPTABLE
 from ppstream.core.phases import BRING_UP
 
@@ -278,8 +279,10 @@ def _trouble(service: ServiceReport) -> str:
     if gaps is None:
         return ""
     # a robot that had no need of chunks held for none; one that waits for its first does not hold
-    starved_ns, robot = gaps.longest_ns, gaps.robot
-    if _never_held(service):
+    starved_ns, robot = (0, "") if _never_held(service) else (gaps.later_ns, gaps.later_robot)
+    # a row fills its first window for a while, unless its robot asks and begins with a whole one
+    is_long = service.requests is not None or gaps.first_ns >= TIME_MIN_NS
+    if is_long and gaps.first_ns > starved_ns:
         starved_ns, robot = gaps.first_ns, gaps.first_robot
     if starved_ns > gaps.limit_ns:
         lease = f"the lease of {in_ms(gaps.limit_ns)} ms"
@@ -416,7 +419,8 @@ def _gap_figure(service: ServiceReport | None) -> Figure:
     note = "before a robot's first chunk" if on_request else "without a new chunk in service"
     note += f"; {gaps.above_text(f'the lease of {in_ms(gaps.limit_ns)} ms')}"
     if gaps.robot and gaps.longest_ns > gaps.limit_ns:
-        note += f"; robot {gaps.robot}"
+        is_first = gaps.longest_ns == gaps.first_ns and not on_request
+        note += f"; robot {gaps.robot}" + " before its first one" * is_first
     if held_ns := _held_ns(service):
         note += f"; robots held for {in_ms(held_ns)} ms"
     return Figure("longest gap", f"{in_ms(gaps.longest_ns)} ms", note, bool(_trouble(service)))
