@@ -321,7 +321,7 @@ def _path_lines(path: Mapping[str, Mapping[str, float]]) -> Iterator[Row]:
 
 
 def _drop_lines(found: Mapping[str, object]) -> Iterator[Row]:
-    parts = [f"{found['emitted']} emitted"]
+    parts, shown = [f"{found['emitted']} emitted"], ""
     for what in ("envelopes", "samples"):
         reasons = found[what]
         if isinstance(reasons, Mapping):
@@ -329,7 +329,11 @@ def _drop_lines(found: Mapping[str, object]) -> Iterator[Row]:
             parts.append(f"{what} dropped: {shown}")
     by_stream = found["samples_by_stream"]
     for stream, lost in by_stream.items() if isinstance(by_stream, Mapping) else ():
-        parts.append(f"of {stream}: " + ", ".join(f"{n} {reason}" for reason, n in lost.items()))
+        its = ", ".join(f"{n} {reason}" for reason, n in lost.items())
+        if its == shown:
+            parts[-1] += f", all of {stream}"
+        else:
+            parts.append(f"of {stream}: {its}")
     if found["imbalance"] is not None:
         parts.append("ledger off" if found["imbalance"] else "ledger balances")
     yield Row("items", parts)

@@ -60,3 +60,5 @@ def test_samples_that_were_dropped_are_told_by_stream_and_reason() -> None:
     golden.tell(golden.book() | {"streams": {"joints": joints, "imu": imu, "front": kept}})
     said = "samples dropped: 9 future, 5 late of joints: 9 future, 3 late of imu: 2 late ledger"
     assert said in whole(golden)
+    golden.tell(golden.book() | {"streams": {"joints": joints, "imu": kept}})
+    assert "samples dropped: 9 future, 3 late, all of joints ledger" in whole(golden)

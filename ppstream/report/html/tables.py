@@ -148,10 +148,15 @@ def stream_table(run: RunLog, report: RunReport) -> str:
 
 def drop_table(found: Mapping[str, object]) -> str:
     rows: list[Sequence[str | Cell]] = [("envelopes emitted", (f"{found['emitted']}", "n"))]
+    by_stream = found["samples_by_stream"]
+    streams = by_stream.items() if isinstance(by_stream, Mapping) else ()
     for what in ("envelopes", "samples"):
         reasons = found[what]
         if isinstance(reasons, Mapping):
-            rows += [(f"{what} dropped: {why}", (f"{n}", "n")) for why, n in reasons.items()]
+            for why, n in reasons.items():
+                of = (f"{lost[why]} of {stream}" for stream, lost in streams if why in lost)
+                notes = ", ".join(of) if what == "samples" else ""
+                rows.append(((f"{what} dropped: {why}", "", notes), (f"{n}", "n")))
             if not reasons:
                 rows.append((f"{what} dropped", ("none", "n")))
     wasted = found["wasted_b_share"]
@@ -240,7 +245,7 @@ def table(
 
 def _cell(cell: str | Cell) -> str:
     text, kind, *notes = cell if isinstance(cell, tuple) else (cell, "")
-    below = "".join(f"<small>{escape(note)}</small>" for note in notes)
+    below = "".join(f"<small>{escape(note)}</small>" for note in notes if note)
     attribute = f' class="{kind}"' if kind else ""
     return f"<td{attribute}>{escape(text)}{below}</td>"
 

@@ -327,3 +327,13 @@ def test_sections_are_whole_and_legible_on_paper(browser: Browser, tmp_path: Pat
 
 def test_service_is_said_to_count_against_the_run() -> None:
     assert "slower stages, holds and drops count against the run" in page(complete())
+
+
+def test_dropped_samples_have_their_streams() -> None:
+    golden = simulate()
+    kept = {"received": 9, "used": 4, "in_flight": 0}
+    imu, joints = kept | {"dropped": {"late": 5}}, kept | {"dropped": {"late": 3, "future": 2}}
+    golden.tell(golden.book() | {"streams": {"imu": imu, "joints": joints}})
+    text = page(golden)
+    assert "samples dropped: late<small>5 of imu, 3 of joints</small>" in text
+    assert "samples dropped: future<small>2 of joints</small>" in text
