@@ -42,8 +42,11 @@ def lost_end(run: RunLog) -> str:
     phases = {e.phase for e in told if e.generation == newest}
     if SERVING.isdisjoint(phases) or not ENDING.isdisjoint(phases):
         return ""
-    if run.finished and _end(run, 0).get("code", ExitCode.DRAINED) == ExitCode.DRAINED:
-        return "the log has no end of the service (phase draining), which the run came to"
+    end, lacks = _end(run, 0), "the log has no end of the service (phase draining)"
+    if run.finished and end.get("code", run.manifest.get("exit_code")) == ExitCode.DRAINED:
+        return f"{lacks}, which the run came to"
+    if run.finished and "code" not in end:
+        return f"{lacks}, and rank 0 left no exit record"
     if run.torn_lines and not run.finished:
         return "the log stops in the middle of a line: its disk was full, or the run was killed"
     return ""

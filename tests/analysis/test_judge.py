@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from faulty_runs import served
+from faulty_runs import full_disk, served
 from golden_runs import chain, ms, simulate, stages
 from judging import broken, judged, overlap, period_ms, published
 from live_pipeline import run_live
@@ -134,6 +134,24 @@ def test_a_failure_before_service_is_told_and_so_is_a_run_without_an_end() -> No
     assert unfinished in judge(run).statements
     assert judge(run).verdict is Verdict.PASS
     assert unfinished not in judge(replace(run, finished=True)).statements
+
+
+@pytest.mark.parametrize(
+    ("code", "ends", "said"),
+    [
+        (None, {"0": DRAINED}, ", which the run came to"),
+        (0, {}, ", which the run came to"),
+        (None, {"1": DRAINED}, ", and rank 0 left no exit record"),
+        (20, {}, ", and rank 0 left no exit record"),
+    ],
+)
+def test_a_service_without_its_end_is_said_to_have_one_only_where_rank_0_told_it(
+    code: int | None, ends: dict[str, Any], said: str
+) -> None:
+    golden = full_disk().set("finished_utc", "then").set("exit_code", code)
+    report = judge(replace(golden.parse(), exits=ends))
+    assert report.reasons == ["MISSING_LOGS"]
+    assert f"then the log has no end of the service (phase draining){said} (" in report.sentence
 
 
 PLACED = {"placement": {"policy": ["cpu", "cpu"], "parts": [1, 2]}, "pipeline": {"d_in": 3}}
