@@ -9,7 +9,7 @@ order of events.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from statistics import median
@@ -71,6 +71,14 @@ def audit_all(run: RunLog, window: JudgedSpan) -> dict[str, Audit]:
         none = Audit(None, note="nothing is handed over at world size 1")
         return {name: check() if name == "order" else none for name, check in checks.items()}
     return {name: check() for name, check in checks.items()}
+
+
+def by_note(notes: Mapping[str, str]) -> str:
+    """Names beside what is said of them, which is said once."""
+    names: dict[str, list[str]] = {}
+    for name, note in notes.items():
+        names.setdefault(note, []).append(name)
+    return "; ".join(f"{', '.join(same)}: {note}" for note, same in names.items())
 
 
 def conservation(run: RunLog, window: JudgedSpan) -> Audit:

@@ -80,9 +80,10 @@ def end_sentences(run: RunLog, window: JudgedSpan) -> Iterator[str]:
             f"{window.generation} is judged"
         )
     has_served = any(e.phase in SERVING for e in run.envelopes)
-    if has_served and not run.finished:
+    failed = failed_end(run)
+    if has_served and not run.finished and not failed:
         yield "run.json has no end of this run: it runs on, was killed, or its disk was full"
-    if not has_served and (failed := failed_end(run)):
+    if not has_served and failed:
         yield failed
     elif phase := last_before_ready(run):
         newest = max(e.generation for e in run.events)

@@ -6,12 +6,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from ppstream.analysis.audits import by_note
 from ppstream.analysis.contention import MOVED_MAX, MOVED_NS
 from ppstream.analysis.period_model import Deeper, PipelineForm
 from ppstream.analysis.place_table import BetterCut, PlaceRow, held_hop
 from ppstream.analysis.replicas import pace_of, replica_sentences
 from ppstream.analysis.requests import Requests
-from ppstream.analysis.run_ends import end_sentences
+from ppstream.analysis.run_ends import end_sentences, failed_end
 from ppstream.analysis.run_statistics import Spoilt, judged, usual_stages_ns, wait_share
 from ppstream.analysis.scores import (
     CEILING_MIN,
@@ -122,7 +123,8 @@ def _machine(f: Diagnosis) -> Iterator[str]:
     """In every refusal, and wherever CPUs are too few."""
     machine = f.evidence.machine
     if machine is not None and (f.verdict is not Verdict.PASS or machine.is_short):
-        yield f"this machine in bring-up: {machine.text(resource_title)}"
+        where = " in bring-up" if f.evidence.window.phases == {BRING_UP} else ""
+        yield f"this machine{where}: {machine.text(resource_title)}"
 
 
 def _in_step(f: Diagnosis) -> Iterator[str]:
@@ -208,7 +210,6 @@ def _unknown_texts(f: Diagnosis) -> dict[str, str]:
     lacking = sorted({field for a in f.evidence.audits.values() for field in a.missing})
     input_share = wait_share(window, "w_input_ns")
     ceiling = f.evidence.primary.ceiling if f.evidence.primary else 0.0
-    parts = ", ".join(f"{name}: {why}" for name, why in unaudited(f.evidence).items())
     threads = [
         f"{resource_title(name)} {found.share:.0%}, {found.delay or 0:.0%} of it for want of a CPU"
         for name in too_much_unnamed(f.evidence)
@@ -217,7 +218,8 @@ def _unknown_texts(f: Diagnosis) -> dict[str, str]:
     return _spoilt_texts(f, f.evidence.spoilt) | {
         "CONTRADICTED": f"{'; '.join(f.contradictions)}: this folder was changed, or judged by "
         "other rules",
-        "NOT_AUDITED": f"not audited: {parts}; an unaudited score proves nothing",
+        "NOT_AUDITED": f"not audited: {by_note(unaudited(f.evidence))}; an unaudited score proves "
+        "nothing",
         "UNNAMED_TIME": f"time outside stages and named waits: {'; '.join(threads)} (limit "
         f"{UNNAMED_MAX:.0%}): a source, a hook or a callback blocks there",
         "INLINE": "one process runs all stages in turn: no overlap to judge; start two ranks",
@@ -225,7 +227,8 @@ def _unknown_texts(f: Diagnosis) -> dict[str, str]:
         "BAD_INSTRUMENT": f"the log contradicts itself in {', '.join(failed)}: "
         "correct the stamps before you trust a score",
         "PERTURBED": "a profiler or an injected fault was on; measure again without it",
-        "TOO_FEW": f"{window.n} envelopes after warm-up, {N_MIN} needed; run longer",
+        "TOO_FEW": f"{window.n} envelopes after warm-up, {N_MIN} needed"
+        f"{'' if failed_end(run) else '; run longer'}",
         "NOT_WARM": "the period never became steady; look for compiles, allocation, throttling",
         "INPUT_LIMITED": f"{input_share:.0%} of the time went into waiting for input (limit "
         f"{WAIT_MAX:.0%}); measure saturated, or accept that the sensors set the pace",
@@ -441,9 +444,9 @@ def _log(f: Diagnosis) -> Iterator[str]:
     yield from end_sentences(run, window)
     if window.perturbed and window.n:
         yield f"{window.perturbed} envelopes under a profiler or fault hook left out"
-    unchecked = {n: a for n, a in f.evidence.audits.items() if a.ok is None and a.note}
+    unchecked = {n: a.note for n, a in f.evidence.audits.items() if a.ok is None and a.note}
     if unchecked and not {"INLINE", "NOT_AUDITED"} & set(f.reasons):
-        yield f"not audited: {'; '.join(f'{n}: {a.note}' for n, a in unchecked.items())}"
+        yield f"not audited: {by_note(unchecked)}"
     if run.unbelievable:
         yield f"{run.unbelievable} robot reports left out: their ages or counts are impossible"
     lost = {k.stream: k.imbalance for k in run.ledgers if k.imbalance}

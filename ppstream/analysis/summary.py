@@ -182,6 +182,8 @@ def _refusal(report: RunReport) -> str:
         begin, why = SERVICE, f"{_before_service(report)}{report.service.reasons[code]}"
     if code == "INPUT_LIMITED" and report.window.phases != {BRING_UP}:
         remedy = "judge its bring-up, which runs at full speed"
+    if code == "TOO_FEW" and not report.window.phases:
+        why, remedy = "nothing of its bring-up was measured", "let it run until it is ready"
     if code == "INLINE" and report.primary is not None:
         why += f" and give {_rate(report)} chunks/s"
     remedy = (_service_step(report) if code == "INLINE" else "") or remedy

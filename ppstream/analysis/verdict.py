@@ -19,7 +19,7 @@ from ppstream.analysis.period_model import period
 from ppstream.analysis.places import is_elsewhere, lost_places
 from ppstream.analysis.records import LogEvent, RunLog
 from ppstream.analysis.replicas import replica_shares
-from ppstream.analysis.run_ends import last_before_ready
+from ppstream.analysis.run_ends import failed_end, last_before_ready
 from ppstream.analysis.run_statistics import Spoilt, wait_share
 from ppstream.analysis.scores import CEILING_MIN, Primary, form_of, missing_stages
 from ppstream.analysis.segments import JudgedSpan
@@ -130,7 +130,8 @@ def inconclusive_reasons(evidence: Evidence) -> list[str]:
         return ["INLINE"]
     audits, spoilt, alone = evidence.audits.values(), evidence.spoilt, evidence.alone
     nothing = not window.n and not window.perturbed and spoilt is None
-    nothing = nothing and not last_before_ready(run)  # else it had not come to it
+    has_failed = failed_end(run) and all(e.phase != BRING_UP for e in run.events)
+    nothing = nothing and not (has_failed or last_before_ready(run))  # else it had not come to it
     lacking = bool(missing_stages(window)) or nothing or any(a.missing for a in audits)
     lacking = lacking or bool(places_lost(evidence))
     faulted = any(_inside(window, event.t) for event in run.events if event.name == "fault")

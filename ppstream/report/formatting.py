@@ -49,7 +49,7 @@ def quantile_texts(found: Quantiles) -> dict[str, str]:
 def robot_texts(robot: RobotAccount) -> Iterator[str]:
     """Yields a robot's own account; what it did not say is left out."""
     if robot.holds is not None:
-        held = "" if robot.held_ns is None else f" for {ms(robot.held_ns)}"
+        held = "" if not robot.held_ns else f" for {ms(robot.held_ns)}"
         yield f"{robot.holds} holds{held}"
     if robot.faults is not None:
         yield f"{robot.faults} faults" + (f", the newest: {robot.fault}" if robot.fault else "")

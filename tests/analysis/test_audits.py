@@ -8,8 +8,9 @@ from typing import Final
 
 import pytest
 from golden_runs import GoldenRun, jittered, ms, simulate, stages
+from judging import judged
 
-from ppstream.analysis.audits import Audit, audit_all
+from ppstream.analysis.audits import Audit, audit_all, by_note
 from ppstream.analysis.period_model import PipelineForm
 from ppstream.analysis.segments import JudgedSpan, Segment
 
@@ -60,3 +61,10 @@ def test_window_cut_behind_a_stall_of_c_does_not_count_what_the_policy_did_befor
     form = PipelineForm("split", d_in=8, d_out=1)
     for audits in cut_everywhere(stalled(form, parts=("c",), every=115)):
         assert audits["outstanding"].ok, audits["outstanding"]
+
+
+def test_a_note_of_several_audits_is_said_once() -> None:
+    notes = {"order": "no time passed", "cpu": "no times", "stamps": "no time passed"}
+    assert by_note(notes) == "order, stamps: no time passed; cpu: no times"
+    few = judged(simulate(n=1))
+    assert sum(text.count("no time passed between") for text in few.statements) == 1

@@ -504,6 +504,8 @@ TABLE: dict[str, Case] = {
             .tell(machine(2, others_cpus=1.0)), "FAIL CONTENDED", {"primary.S_alone": -0.052}),
     "too few CPUs": (lambda: cpu(run(), 0, 0, cpu_a_ns=0).tell(machine(1)), "PASS",
         {"says": "this machine in bring-up"}),
+    "too few CPUs, no bring-up": (lambda: cpu(run(phase="ready"), 0, 0, cpu_a_ns=0)
+            .tell(machine(1)), "PASS", {"says": "this machine: load"}),
     "nothing to hide alone": (lambda: alone(run(stages(2, 20, 2)), 0.2, 20, 0.2),
         "INCONCLUSIVE NOTHING_TO_HIDE"),
     "B timed again behind": (b_alone_behind, "PASS", {"n": 319}),

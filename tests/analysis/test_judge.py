@@ -134,6 +134,7 @@ def test_a_failure_before_service_is_told_and_so_is_a_run_without_an_end() -> No
     assert unfinished in judge(run).statements
     assert judge(run).verdict is Verdict.PASS
     assert unfinished not in judge(replace(run, finished=True)).statements
+    assert unfinished not in judge(replace(run, exits={"1": LOST})).statements  # it is known to end
 
 
 @pytest.mark.parametrize(

@@ -260,6 +260,7 @@ def test_exit_codes_are_read_and_a_torn_file_says_nothing(tmp_path: Path) -> Non
     [
         (["warming"], None, ["TOO_FEW"], "the run is, or was killed, in warming, before it"),
         (["warming"], {"code": 26}, ["TOO_FEW"], "rank 0 ended with 26"),
+        ([], {"code": 11}, ["TOO_FEW"], "rank 0 ended with 11"),
         (["warming", "bring-up"], {"code": 0, "reason": "SIGTERM"}, ["TOO_FEW"],
             "the run was stopped in bring-up (SIGTERM), before it was ready: 0 envelopes"),
         (["warming", "bring-up"], None, ["MISSING_LOGS", "TOO_FEW"], "MISSING_LOGS"),
@@ -281,7 +282,10 @@ def test_a_run_that_ended_before_its_bring_up_lacks_no_lines(
     report = judge(read_run(tmp_path))
     assert report.reasons == reasons
     assert sentence(report, says)
-    assert (f"drive a robot: {says}" in report.sentence) is says.startswith("rank 0")
+    has_failed = says.startswith("rank 0")
+    assert (f"drive a robot: {says}" in report.sentence) is has_failed
+    assert sentence(report, "TOO_FEW").endswith("run longer") is not has_failed
+    assert ("nothing of its bring-up was measured" in report.sentence) is says.startswith("the run")
     assert render(report)
 
 

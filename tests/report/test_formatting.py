@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from ppstream.report.formatting import gib, ms, percent, size_text
+from ppstream.analysis.robot_states import RobotAccount
+from ppstream.report.formatting import gib, ms, percent, robot_texts, size_text
 
 
 @pytest.mark.parametrize(
@@ -29,3 +30,10 @@ def test_what_rounds_to_nothing_has_no_sign(text: str, shown: str) -> None:
 )
 def test_sizes_are_told_in_their_unit(size: int, text: str) -> None:
     assert size_text(size) == text
+
+
+@pytest.mark.parametrize(
+    ("held_ns", "text"), [(None, "0 holds"), (0, "0 holds"), (2_000_000, "0 holds for 2.00 ms")]
+)
+def test_a_robot_that_held_for_no_time_has_no_time(held_ns: int | None, text: str) -> None:
+    assert next(robot_texts(RobotAccount("arm", 0, held_ns, 0, "", None))) == text
