@@ -59,7 +59,7 @@ REASONS: Final[Mapping[str, tuple[str, str, str]]] = {
         "judge the folder as the run left it",
     ),
     "INLINE": (
-        "This pipeline serves robots from one process, and no gate has judged it",
+        "This pipeline runs in one process, and no gate has judged it",
         "all stages run in turn",
         "start two ranks if that is too slow: they prove their overlap before a robot may move",
     ),
@@ -182,8 +182,9 @@ def _refusal(report: RunReport) -> str:
         begin, why = SERVICE, f"{_before_service(report)}{report.service.reasons[code]}"
     if code == "INPUT_LIMITED" and report.window.phases != {BRING_UP}:
         remedy = "judge its bring-up, which runs at full speed"
-    if code == "TOO_FEW" and not report.window.phases:
-        why, remedy = "nothing of its bring-up was measured", "let it run until it is ready"
+    if code in ("INLINE", "TOO_FEW") and not report.window.phases and report.service is None:
+        why = "nothing was measured after its warm-up"
+        remedy = "let it serve a robot" if code == "INLINE" else "let it run until it is ready"
     if code == "INLINE" and report.primary is not None:
         why += f" and give {_rate(report)} chunks/s"
     remedy = (_service_step(report) if code == "INLINE" else "") or remedy
@@ -448,8 +449,10 @@ def _score_figures(report: RunReport) -> tuple[Figure, Figure]:
 
 
 def _limit_figure(report: RunReport) -> Figure:
-    if report.primary is None or report.limited_by is None:
-        return Figure("limit", "unknown", "too little was measured")
+    score = report.primary
+    if score is None or report.limited_by is None:
+        why = "too little was measured" if score is None else "one process runs all stages in turn"
+        return Figure("limit", "unknown", why)
     note = f"busiest rank {_busiest(report):.0%} (E); {report.limited_by}"
     if report.service is not None and report.service.limited_by is not None:
         note += f"; in service {report.service.limited_by}"

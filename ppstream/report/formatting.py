@@ -49,7 +49,8 @@ def quantile_texts(found: Quantiles) -> dict[str, str]:
 def robot_texts(robot: RobotAccount) -> Iterator[str]:
     """Yields a robot's own account; what it did not say is left out."""
     if robot.holds is not None:
-        held = "" if not robot.held_ns else f" for {ms(robot.held_ns)}"
+        says_none = robot.held_ns is None or robot.holds == robot.held_ns == 0
+        held = "" if says_none else f" for {ms(robot.held_ns or 0)}"
         yield f"{robot.holds} holds{held}"
     if robot.faults is not None:
         yield f"{robot.faults} faults" + (f", the newest: {robot.fault}" if robot.fault else "")

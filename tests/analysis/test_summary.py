@@ -88,7 +88,7 @@ def machine(**fields: Any) -> dict[str, Any]:
         ),
         (
             inline,
-            "from one process, and no gate has judged it: all stages run in turn and give",
+            "runs in one process, and no gate has judged it: all stages run in turn and give",
         ),
         (
             lambda: simulate().put(at=slice(200, 201), outstanding_max=9),
@@ -252,6 +252,16 @@ def test_one_rank_that_lost_lines_of_its_service_says_so_first() -> None:
     assert report.reasons == ["INLINE", "MISSING_LOGS"]
     assert "robot again: the log has no end of the service" in report.sentence
     assert "(MISSING_LOGS and 1 more)" in report.sentence
+
+
+def test_one_rank_that_served_nobody_is_not_said_to_serve() -> None:
+    golden = inline()
+    assert judged(golden).figures[5].note == "one process runs all stages in turn"
+    golden.lines, golden.policy_lines = [], []
+    assert judged(golden).sentence == (
+        "This pipeline runs in one process, and no gate has judged it: nothing was measured after "
+        "its warm-up (INLINE); first let it serve a robot."
+    )
 
 
 def test_bring_up_whose_log_lacks_lines_too_has_not_passed() -> None:

@@ -33,7 +33,8 @@ def test_sizes_are_told_in_their_unit(size: int, text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("held_ns", "text"), [(None, "0 holds"), (0, "0 holds"), (2_000_000, "0 holds for 2.00 ms")]
+    ("holds", "held_ns", "text"),
+    [(3, None, "3 holds"), (0, 0, "0 holds"), (3, 2_000_000, "3 holds for 2.00 ms")],
 )
-def test_a_robot_that_held_for_no_time_has_no_time(held_ns: int | None, text: str) -> None:
-    assert next(robot_texts(RobotAccount("arm", 0, held_ns, 0, "", None))) == text
+def test_a_robot_that_never_held_has_no_time(holds: int, held_ns: int | None, text: str) -> None:
+    assert next(robot_texts(RobotAccount("arm", holds, held_ns, 0, "", None))) == text
