@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("ppstream")
 
-ROBOT_END_LIMIT_S: Final = 5.0
+ROBOT_END_LIMIT_S: Final = 2.0  # twice; the policy rank waits for ``liveness.drain_s`` and 2 more
 
 
 class Service:

@@ -1,6 +1,8 @@
 import json
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -99,3 +101,24 @@ def test_a_run_that_never_becomes_ready_never_releases_it(server: Server, tmp_pa
 def test_it_imports_no_torch() -> None:
     code = "import sys, ppstream_stages.cartpole.robot; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_stop_ends_it_at_once_while_it_waits_for_a_session(
+    server: Server, tmp_path: Path
+) -> None:
+    robot = start(server, tmp_path)
+    try:
+        hears = 1 << (signal.SIGTERM - 1)
+        status = Path(f"/proc/{robot.pid}/status")
+
+        def takes_signals() -> bool:
+            caught = next(x for x in status.read_text().splitlines() if x.startswith("SigCgt"))
+            return bool(int(caught.split()[1], 16) & hears)
+
+        wait_until(takes_signals, seconds=LIMIT_S)
+        time.sleep(0.5)  # it asks for a session, which nobody reads
+        robot.terminate()
+        assert robot.wait(5.0) == 0
+    finally:
+        robot.kill()
+        robot.communicate()

@@ -229,6 +229,8 @@ def main() -> int:
 
     def stop(number: int, frame: object) -> None:
         robot.is_stopping = True
+        if not robot.client.connected:  # it waits for a session, and moves nothing
+            raise SystemExit
 
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGINT, stop)
