@@ -56,7 +56,11 @@ def _folders(root: Path) -> list[Path]:
     """Directories of our control groups, up to the roots."""
     top = root / "sys/fs/cgroup"
     groups = [top, top / "memory"]
-    for line in (root / "proc/self/cgroup").read_text().splitlines():
+    try:
+        own = (root / "proc/self/cgroup").read_text()
+    except OSError:  # a kernel without control groups
+        own = ""
+    for line in own.splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers in ("", "memory"):
             parts = Path(path.lstrip("/")).parts

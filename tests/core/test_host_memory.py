@@ -54,3 +54,10 @@ def test_the_machine_counts_where_no_group_allows_less(allowed: str, tmp_path: P
     root = host(tmp_path, "0::/pod\n", {"pod": (allowed, "0", "0")}, 2)
     assert limit_bytes(root) == MACHINE
     assert available_bytes(root) == 400 * MIB
+
+
+def test_the_machine_counts_where_the_kernel_has_no_control_groups(tmp_path: Path) -> None:
+    root = host(tmp_path, "", {}, 2)
+    (root / "proc/self/cgroup").unlink()
+    assert limit_bytes(root) == MACHINE
+    assert available_bytes(root) == 400 * MIB
