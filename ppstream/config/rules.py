@@ -38,9 +38,8 @@ LOOPBACK_TOO: Final = ("127.0.0.1", "localhost", "0.0.0.0")  # a port there is o
 RING_SAMPLES_MAX: Final = 1 << 22  # a longer ring is a mistyped rate or window
 STREAMS_MAX: Final = 256  # the wire numbers streams with one byte
 ACTIONS_MAX: Final = 1024
-CHUNK_ROUNDED: Final = 1 - 1e-3  # a period that is written in whole microseconds is still one
 HEARTBEATS_PER_FROZEN: Final = 3  # so that one late heartbeat kills nobody
-ROUNDED: Final = 1 + 1e-6  # a third of a second written in milliseconds is no longer one
+ROUNDED: Final = 1 - 1e-3  # a period that is written in whole microseconds is still one
 RECORDING_SUFFIXES: Final = (".npz", ".npy", ".mcap", ".ulg", ".bag")
 RECORD_SUFFIX: Final = ".mcap"
 ACTIONS_SUFFIX: Final = ".npz"
@@ -302,7 +301,7 @@ def _rare_window_problems(config: PipelineConfig) -> Iterator[str]:
     """Windows so seldom that a chunk's lease is over before the next one comes: robots hold."""
     lease_ms = config.actions.lease_ms
     for path, rate_hz in _chunk_rates(config):
-        if (period_ms := 1000 / rate_hz) > lease_ms * ROUNDED:
+        if (period_ms := 1000 / rate_hz) * ROUNDED > lease_ms:
             yield (
                 f"{path}: got {rate_hz:g}, a chunk every {period_ms:g} ms with pacing = "
                 f"{config.pipeline.pacing!r}, want at most actions.lease_ms = {lease_ms:g} between "
@@ -315,7 +314,7 @@ def warnings(config: PipelineConfig) -> Iterator[str]:
     actions = config.actions
     reach_ms = actions.horizon * actions.dt_ms
     for path, rate_hz in _chunk_rates(config):
-        if reach_ms < (period_ms := 1000 / rate_hz) * CHUNK_ROUNDED:
+        if reach_ms < (period_ms := 1000 / rate_hz) * ROUNDED:
             yield (
                 f"actions.dt_ms: got {actions.dt_ms:g} x horizon {actions.horizon} = {reach_ms:g} "
                 f"ms a chunk, less than the {period_ms:g} ms between two ({path} = {rate_hz:g}): "

@@ -217,8 +217,8 @@ def test_disagreement_is_named_with_its_path_and_remedy(changes: dict[str, Any],
         {"pipeline__pacing": "tick", "pipeline__tick_hz": 5.0},
         {
             "pipeline__pacing": "tick",
-            "pipeline__tick_hz": 30.0,
-            "actions__lease_ms": 33.333333,
+            "pipeline__tick_hz": 3.0,
+            "actions__lease_ms": 333.333,
         },
         {
             "pipeline__pacing": "tick",
