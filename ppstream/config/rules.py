@@ -78,6 +78,7 @@ def problems(config: PipelineConfig) -> list[str]:
         range_problems,
         _action_problems,
         _pacing_problems,
+        _rare_window_problems,
         _source_problems,
         _record_problems,
         _weights_problems,
@@ -270,7 +271,6 @@ def _pacing_problems(config: PipelineConfig) -> Iterator[str]:
     names = [stream.name for stream in config.streams]
     if stream and stream not in names:
         yield f"pipeline.pacing: got stream {stream!r}, want one of {', '.join(names)}"
-    yield from _rare_window_problems(config)
     if kind == "tick" and shape.tick_hz is None:
         yield "pipeline.tick_hz: missing, want a number above 0 because pacing = 'tick'"
     if kind != "tick" and shape.tick_hz is not None:
@@ -327,11 +327,11 @@ def warnings(config: PipelineConfig) -> Iterator[str]:
 def _chunk_rates(config: PipelineConfig) -> Iterator[tuple[str, float]]:
     """Yields the rates, each with its path, of which none lets chunks come more often.
 
-    Whatever starts windows, they end at samples of the reference stream. None are known of a
-    schedule: it follows a recording's time, in which no robot holds.
+    Whatever starts windows, they end at samples of the reference stream. Of a recording none
+    count: it is served instead of robots, so that none holds.
     """
     shape = config.pipeline
-    if shape.windows == "scheduled" or not config.streams:
+    if config.service.recording is not None or not config.streams:
         return
     kind, _, name = shape.pacing.partition(":")
     for index, stream in enumerate(config.streams):

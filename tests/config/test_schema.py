@@ -278,7 +278,7 @@ def test_chunks_that_end_before_the_next_one_are_a_warning(
         {"actions__horizon": 1, "pipeline__pacing": "sample:pose"},
         {"actions__dt_ms": 66.666, "actions__horizon": 1}
         | {"pipeline__pacing": "tick", "pipeline__tick_hz": 15.0},
-        {"actions__dt_ms": 0.05, "pipeline__windows": "scheduled"},
+        {"actions__dt_ms": 0.05, "service__recording": "r.npy"},
         {"actions__dt_ms": 0.05, "streams__0__rate_hz": None, "streams__0__max_request_hz": 1000.0},
     ],
 )
@@ -328,13 +328,14 @@ def test_a_file_of_actions_that_cannot_be_written_is_refused_before_the_run(
     assert found == f"service.actions_file: got {str(actions)!r}, {said}"
 
 
+@pytest.mark.parametrize("windows", ["scheduled", "live"])
 @pytest.mark.parametrize("pacing", [{}, {"pipeline__pacing": "tick", "pipeline__tick_hz": 4.0}])
-def test_chunks_of_a_schedule_hold_no_robot_however_short_their_lease(
-    pacing: dict[str, Any], tmp_path: Path
+def test_chunks_of_a_recording_hold_no_robot_however_short_their_lease(
+    pacing: dict[str, Any], windows: str, tmp_path: Path
 ) -> None:
     recording = tmp_path / "r.npy"
     recording.touch()
-    played = {"service": {"recording": str(recording)}, "pipeline__windows": "scheduled"}
+    played = {"service": {"recording": str(recording)}, "pipeline__windows": windows}
     short = {"actions__lease_ms": 0.9, "actions__dt_ms": 0.5}
     assert problems(config(**played, **short, **pacing)) == []
 
