@@ -146,6 +146,7 @@ class GatewaySession:
             on_chunk=self._keep,
             keys=keys,
         )
+        self.client.counts_answers = False  # but replies
 
     def open(self) -> None:
         """Ask rank 0 for a row.

@@ -53,6 +53,10 @@ class Asking:
         self._session = self.link.session.session
         return self._send()
 
+    def awaits(self, chunk: ActionChunk) -> bool:
+        """True of the first chunk of a window that ends at these samples, or later."""
+        return self.answer is None and chunk.window_end_ns >= self.stamp_ns
+
     def is_answered(self) -> bool:
         """True once there is an answer."""
         return self.answer is not None

@@ -78,9 +78,7 @@ class AsyncRobotClient:
             PpstreamError: ``connect`` was not called.
             ReceiverEndedError: the receiving thread ended by an exception.
         """
-        answer = await ask_on_loop(self.client, samples, timeout_s, stamp_ns)
-        self.client.timeline.hand_over(answer.chunk, self.client.clock())
-        return answer
+        return await ask_on_loop(self.client, samples, timeout_s, stamp_ns)
 
     async def chunks(self) -> AsyncIterator[ActionChunk]:
         """Every chunk as it is merged; of several that arrived meanwhile only the newest.

@@ -109,6 +109,7 @@ class RobotClient:
         self._pid = os.getpid()
         self._asking = threading.Lock()
         self._asked: Asking | None = None
+        self.counts_answers = True  # as executed; False: who asks says so, by ``executed``
         self._rehearsal = AskRehearsal(self._session, self.timeline)
         self._counting = threading.Lock()
         self._sent = self._unsent = 0
@@ -225,8 +226,8 @@ class RobotClient:
         """Send a sample of each stream, and wait for the chunk of a window that ends there.
 
         The caller's thread reads the chunk itself. All that arrive meanwhile, this one too, go to
-        the timeline and ``on_chunk``. It counts as executed when it is returned, unless the
-        timeline refuses it or gives actions out, to a ``ControlLoop`` for one.
+        the timeline and ``on_chunk``. It counts as executed when it comes, also where all its steps
+        are past, unless the timeline gives actions out, to a ``ControlLoop`` for one.
 
         Args:
             samples: values ``[dim]`` by stream, sent in this order: the one that ends windows last.
@@ -251,9 +252,7 @@ class RobotClient:
             is_sent = asking.link.send_and_work(asking.send, asking.is_over, until_ns)
         finally:
             self.end_asking(asking)
-        answer = asking.result(timeout_s, is_sent=is_sent)
-        self.timeline.hand_over(answer.chunk, self.clock())
-        return answer
+        return asking.result(timeout_s, is_sent=is_sent)
 
     def begin_asking(
         self, samples: Mapping[str, Any], stamp_ns: int | None = None, *, wait_s: float = 0
@@ -421,17 +420,18 @@ class RobotClient:
 
     def _merge(self, chunk: ActionChunk) -> None:
         """The link's thread: a chunk arrived. Counts and notifications wait for ``_turn``."""
-        link = self._link
-        assert link is not None
+        link, asked = self._connected_link(), self._asked
+        asked = asked if asked is not None and asked.awaits(chunk) else None
+        is_awaited = asked is not None and self.counts_answers
         with link.lock:  # a reset comes wholly before or wholly after
             reason = self._session.reject(chunk) or ("closed" if self.timeline.is_closed else None)
-            actions = self.timeline.actions_of(chunk)
-            refusal = None if reason else self.timeline.merge(chunk, self.clock(), actions)
+            if reason is None:
+                now, actions = self.clock(), self.timeline.actions_of(chunk)
+                refusal = self.timeline.merge(chunk, now, actions, is_awaited=is_awaited)
         if reason is not None:
             self._drop(link, chunk, reason)
             return
-        asked = self._asked
-        if asked is not None and asked.answer is None and chunk.window_end_ns >= asked.stamp_ns:
+        if asked is not None:
             asked.answer = Answer(chunk, actions, refusal)
         if refusal is None:
             self._rehearsal.newest = chunk

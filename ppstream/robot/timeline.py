@@ -135,11 +135,18 @@ class ActionTimeline:
             return max(self._delays_ns, default=0)
 
     def merge(
-        self, chunk: ActionChunk, now_ns: int, actions: Actions | None = None
+        self,
+        chunk: ActionChunk,
+        now_ns: int,
+        actions: Actions | None = None,
+        *,
+        is_awaited: bool = False,
     ) -> Refusal | None:
         """Take a chunk over from ``now_ns`` on; returns why it was refused, or None.
 
-        ``actions`` is what ``actions_of`` makes of it, for who has that already.
+        ``actions`` is what ``actions_of`` makes of it, for who has that already. ``is_awaited``: a
+        program gets the chunk itself, and counts as executing it now, also a ``superseded`` one,
+        unless this timeline is asked for actions.
 
         ``malformed``: not horizon × dim float32; ``out_of_order``: not newer than the newest;
         ``expired``: its lease is over; ``too_old``: no action of it may be executed any more, by
@@ -156,11 +163,16 @@ class ActionTimeline:
             playing = ChunkPlayback(chunk, actions, self._discrete, now_ns, deadline_ns)
             self._counts.received += 1
             refusal = self._refuse(playing, now_ns)
+            if is_awaited and not self._is_asked and refusal in (None, "superseded"):
+                self._play_first(playing, now_ns)
             if refusal is None:
                 self._take_over(playing)
                 self._delays_ns.append(now_ns - chunk.window_end_ns)
                 self._drop_past(now_ns)
                 return None
+            if playing.executed:
+                self._end(playing)
+                return refusal
             self._counts.refused[refusal] += 1
             if refusal in ("expired", "too_old", "superseded"):
                 self._outcomes.append(playing.outcome())
@@ -260,19 +272,9 @@ class ActionTimeline:
         with self._lock:
             for playing in self._playing:
                 if _order(playing.chunk) == _order(chunk):
-                    age_ns = now_ns - chunk.window_end_ns
-                    playing.play(max(playing.last_step, 0), now_ns, age_ns)
-                    self._counts.oldest_ns = max(self._counts.oldest_ns, age_ns)
-                    self._holds.execute(now_ns)
+                    self._play_first(playing, now_ns)
                     return True
         return False
-
-    def hand_over(self, chunk: ActionChunk, now_ns: int) -> None:
-        """As ``mark_executed``, of a chunk that a program was given: what it does with that, nobody
-        here can see. Nothing is counted once this timeline is asked for actions.
-        """
-        if not self._is_asked:
-            self.mark_executed(chunk, now_ns)
 
     def clear(self) -> None:
         """Forget all chunks (a new episode): until the next one there is no action to execute."""
@@ -325,6 +327,13 @@ class ActionTimeline:
         self._holds.execute(now_ns)
         self.executing = Executing(playing.chunk, step, now_ns, age_ns, playing.received_ns)
         return parts
+
+    def _play_first(self, playing: ChunkPlayback, now_ns: int) -> None:
+        """Count the first action as executed, by someone who plays it himself."""
+        age_ns = now_ns - playing.chunk.window_end_ns
+        playing.play(max(playing.last_step, 0), now_ns, age_ns)
+        self._counts.oldest_ns = max(self._counts.oldest_ns, age_ns)
+        self._holds.execute(now_ns)
 
     def actions_of(self, chunk: ActionChunk) -> Actions:
         """Returns the chunk's actions ``[horizon, dim]``, not copied; empty when malformed."""

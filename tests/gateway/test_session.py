@@ -119,6 +119,7 @@ def test_actions_whose_steps_are_all_past_are_refused_by_name() -> None:
     with served() as (rank0, session):
         with pytest.raises(NoAnswerError, match="may not be executed: superseded"):
             answered(rank0, session, start_ns=now_ns() - 1000 * MS, dt_ns=1)
+        assert session.client.timeline.statistics().executed == 0
         assert answered(rank0, session, 1).actions.shape == SHAPE
 
 

@@ -886,6 +886,28 @@ def test_an_asked_chunk_is_executed_by_the_loop_where_there_is_one(loop: str) ->
     assert (counts.executed, counts.received) == (int(loop == "executes"), 3)
 
 
+@pytest.mark.parametrize("counts", [True, False])
+def test_an_answer_whose_steps_are_past_is_executed_by_who_asked_for_it(*, counts: bool) -> None:
+    with (
+        serving(make_config(), answers=True) as server,
+        make_client(server.sessions.endpoint) as client,
+    ):
+        client.counts_answers = counts
+        client.connect()
+        assert client.wait_ready(10)
+        for _ in range(3):
+            answer = client.ask(BOTH, 5.0, now_ns() - LEASE_NS // 2)
+            assert answer.refusal == "superseded"
+        found = client.statistics()
+        executed = 3 if counts else 0
+        assert (found.timeline.executed, found.age.count) == (executed, executed)
+        assert found.timeline.refused.get("superseded", 0) == 3 - executed
+        assert not counts or found.age.p50_ns > LEASE_NS // 2
+        client.timeline.held(now_ns())  # from now on a loop executes
+        client.ask(BOTH, 5.0, now_ns() - LEASE_NS // 2)
+        assert client.timeline.statistics().executed == executed
+
+
 def test_waits_may_be_endless_and_nan_is_no_limit() -> None:
     with (
         serving(make_config(), answers=True) as server,
