@@ -120,6 +120,9 @@ class RankLauncher:
         code = self._code()
         if code is not ExitCode.DRAINED:
             RankEnd(0).print_last_line(code, self._reason())
+        elif self._failures.get(0) and self._asked is not None:  # it could not tell yet
+            name = signal.Signals(self._asked).name
+            RankEnd(0).print_last_line(code, f"{name} before the run was ready")
         return int(code)
 
     def _launch(self, arguments: Sequence[str]) -> None:
@@ -138,7 +141,6 @@ class RankLauncher:
 
     def _ask(self) -> None:
         """Pass the stop on, also to ranks that start only now; end those that do not heed it."""
-        number = signal.SIGINT if self._asked == signal.SIGINT else signal.SIGTERM
         limit_s = self._config.liveness.drain_s + CLOSE_GRACE_S + SPARE_S
         asked: list[HeldProcess] = []
         for _ in range(round(limit_s / LEAD_S)):
@@ -151,7 +153,7 @@ class RankLauncher:
             pid = ranks_started_by(os.getpid()).get(len(asked))
             process = HeldProcess.of(pid) if pid is not None else None
             if process is not None:
-                process.signal(number)
+                process.signal(signal.SIGTERM)  # SIGINT raises where a rank still imports
                 asked.append(process)
                 if len(asked) == 1:
                     if not process.wait_gone(LEAD_S):

@@ -157,6 +157,27 @@ def test_a_terminal_that_closes_while_ranks_start_ends_with_0(tmp_path: Path) ->
         assert run.wait(12) == 0, run.text()
 
 
+def test_ctrl_c_while_ranks_still_import_ends_with_0_and_says_so(tmp_path: Path) -> None:
+    """None has a handler yet: rank 0 cannot say how it ended."""
+    output = tmp_path / "output"
+    settings = (f"log.root={tmp_path}", "placement.replicas=2", *SERVE_ON)
+    with output.open("w") as file:
+        run = subprocess.Popen(
+            run_command(*settings),
+            env=environment_without_ranks(),
+            stdout=file,
+            stderr=file,
+            start_new_session=True,
+        )
+    try:
+        wait_until(lambda: 0 in ranks_started_by(run.pid), seconds=40)
+        os.killpg(run.pid, signal.SIGINT)
+        assert run.wait(20) == 0, output.read_text()
+        assert output.read_text() == "ppstream: exit 0 DRAINED SIGINT before the run was ready\n"
+    finally:
+        run.kill()
+
+
 @pytest.mark.parametrize("is_begun", [False, True])
 def test_a_stop_before_the_ranks_have_met_is_no_failure(tmp_path: Path, is_begun: bool) -> None:
     with launched(tmp_path, *SERVE_ON) as run:
@@ -196,9 +217,7 @@ def test_a_rank_that_rank_0_never_met_is_ended_behind_it(tmp_path: Path, is_late
 
 def test_a_run_that_nohup_has_started_outlives_its_terminal(tmp_path: Path) -> None:
     output = tmp_path / "output"
-    command = ["nohup", sys.executable, "-m", "ppstream.launch.commands", "run", str(CONFIG)]
-    command += ["--nproc=1", "--set", f"log.root={tmp_path}"]
-    command += [part for setting in SERVE_ON for part in ("--set", setting)]
+    command = ["nohup", *run_command(f"log.root={tmp_path}", *SERVE_ON), "--nproc=1"]
     log = Ranks.of_log(tmp_path, [output])
     with (
         output.open("w") as file,
@@ -350,6 +369,12 @@ def test_a_stop_before_replicas_have_met_rank_0_is_heard_by_all(tmp_path: Path) 
         run.process.send_signal(signal.SIGTERM)
         assert run.wait(30) == 0, run.text()
         assert "did not answer" not in run.text()
+
+
+def run_command(*settings: str) -> list[str]:
+    """``ppstream run``, of which nothing is loaded before it starts."""
+    pairs = (part for setting in settings for part in ("--set", setting))
+    return [sys.executable, "-m", "ppstream.launch.commands", "run", str(CONFIG), *pairs]
 
 
 def ledgers(log: Ranks) -> int:
