@@ -178,6 +178,8 @@ def _tail(text: str) -> str:
 
 def how_it_ends(error: BaseException) -> tuple[ExitCode, str]:
     """Returns the exit code and reason for ``error``, in text that can be written and sent."""
+    if isinstance(error.__context__, StoppedEarlyError):  # raised inside a lock it breaks that
+        error = error.__context__
     if isinstance(error, PpstreamError | StoppedEarlyError):
         return error.exit_code, message_of(error, REASON_MAX)
     if isinstance(error, SystemExit):

@@ -407,6 +407,17 @@ def test_a_stop_signal_inside_the_start_of_a_thread_breaks_neither(monkeypatch):
     assert not ignored
 
 
+def test_a_stop_signal_inside_a_lock_that_is_let_go_meanwhile_is_a_stop():
+    def awaited(lock):
+        with lock:
+            lock.release()  # as a wait for a thread's start does
+            RankEnd(0).stop_early("SIGTERM")
+
+    with pytest.raises(RuntimeError, match="unlocked") as told:
+        awaited(threading.Lock())
+    assert how_it_ends(told.value) == (ExitCode.DRAINED, "SIGTERM before the run was ready")
+
+
 def test_user_code_that_catches_all_its_failures_does_not_swallow_a_stop():
     with pytest.raises(StoppedEarlyError), suppress(Exception):
         RankEnd(0).stop_early("SIGTERM")
