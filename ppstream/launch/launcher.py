@@ -15,6 +15,7 @@ import sys
 import threading
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
@@ -26,6 +27,7 @@ from ppstream.core.errors import ConfigError, ExitCode
 from ppstream.core.interpreter import uncollected
 from ppstream.launch.guard import STOP_SIGNALS, on_stop
 from ppstream.launch.placement import ranks_wanted
+from ppstream.launch.progress import CLEAR
 from ppstream.launch.rank_exit import CLOSE_GRACE_S, RankEnd
 from ppstream.launch.requirements import PYTHON_MIN, missing_packages, refuse, refuse_python
 from ppstream.observe.run_folder import Run
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
 #: Rank 0 gets a stop first, so that the other one's end is never taken for a failure.
 LEAD_S: Final = 0.2
 SPARE_S: Final = 5.0  # on top of what the ranks need to drain and close
+SILENT_LOOKS: Final = 10  # LEAD_S each: a stop that takes longer is told what it waits for
 HERE: Final = "127.0.0.1"  # a host's own name may take a resolver seconds
 
 
@@ -100,6 +103,8 @@ class RankLauncher:
         self._config = config
         self._count = count
         self._asked: int | None = None  # the signal that asked the run to stop
+        self._is_told = False  # how long a stop may take; from then on SIGINT ends the ranks
+        self._cut_short = ""  # why ranks were ended that had not left
         self._failures: Mapping[int, int] = {}
         self._fault: BaseException | None = None
         self._run: Run | None = None  # once rank 0 has begun it: looking for it holds its folder
@@ -134,18 +139,24 @@ class RankLauncher:
         self._over.set()
 
     def _stop(self, number: int, _frame: FrameType | None) -> None:
-        """Ask the ranks to drain; once, however often the signal comes."""
+        """Ask the ranks to drain; once, or have them end where that takes long and SIGINT comes."""
         if self._asked is None:
             self._asked = number
             threading.Thread(target=self._ask, daemon=True).start()
+        elif number == signal.SIGINT and self._is_told:
+            self._cut_short = "SIGINT came again; "
 
     def _ask(self) -> None:
         """Pass the stop on, also to ranks that start only now; end those that do not heed it."""
         limit_s = self._config.liveness.drain_s + CLOSE_GRACE_S + SPARE_S
         asked: list[HeldProcess] = []
-        for _ in range(round(limit_s / LEAD_S)):
+        for look in range(round(limit_s / LEAD_S)):
+            if self._cut_short:
+                break
+            if look == SILENT_LOOKS:
+                self._tell(limit_s - look * LEAD_S)
             if asked and asked[0].wait_gone(0):  # however long it took to leave
-                self._end_unmet()
+                self._end_ranks(self._met())
             elif asked and len(asked) > self._met():  # it would take rank 0 for a lost one
                 asked[0].wait_gone(LEAD_S)
                 continue
@@ -158,20 +169,28 @@ class RankLauncher:
                 if len(asked) == 1:
                     if not process.wait_gone(LEAD_S):
                         continue
-                    self._end_unmet()
+                    self._end_ranks(self._met())
             if self._over.wait(LEAD_S):
                 return
-        for process in asked:
-            process.end()
+        self._cut_short = self._cut_short or f"no end within {limit_s:g} s of the stop; "
+        self._end_ranks(-1)
 
-    def _end_unmet(self) -> None:
-        """End ranks that rank 0 had not met when it left: they would take it for a lost one.
+    def _tell(self, limit_s: float) -> None:
+        """Say what a stop waits for, and how to end it; the ranks may say nothing for as long."""
+        text = f"stopping: what is under way ends first, within {limit_s:.0f} s; Ctrl-C ends it now"
+        begin = CLEAR if sys.stderr.isatty() else ""  # rank 0 may show there how far it is
+        self._is_told = True
+        with suppress(OSError):  # a terminal that was closed
+            print(f"{begin}ppstream: {text}", file=sys.stderr, flush=True)
 
-        They have built nothing, and nobody told them that the run is over.
+    def _end_ranks(self, last: int) -> None:
+        """End the ranks behind ``last``.
+
+        Those that rank 0 had not met when it left would take it for a lost one: they have built
+        nothing, and nobody told them that the run is over.
         """
-        met = self._met()
         for rank, pid in ranks_started_by(os.getpid()).items():
-            if rank > met and (process := HeldProcess.of(pid)) is not None:
+            if rank > last and (process := HeldProcess.of(pid)) is not None:
                 process.end()
                 process.close()
 
@@ -208,7 +227,8 @@ class RankLauncher:
             for rank, code in sorted(self._failures.items())
             if str(rank) not in told
         ]
-        return f"{''.join(untold)}{'the lines above' if run is None else run.directory}"
+        where = "the lines above" if run is None else run.directory
+        return f"{self._cut_short}{''.join(untold)}{where}"
 
 
 def _run_agent(count: int, arguments: Sequence[str]) -> dict[int, int]:

@@ -178,6 +178,25 @@ def test_ctrl_c_while_ranks_still_import_ends_with_0_and_says_so(tmp_path: Path)
         run.kill()
 
 
+@pytest.mark.parametrize("is_again", [False, True], ids=["once", "twice"])
+def test_a_stop_that_waits_for_a_slow_policy_says_for_how_long(
+    tmp_path: Path, is_again: bool
+) -> None:
+    with launched(tmp_path, *SERVE_ON, "policy.options.b_ms=60000") as run:
+        run.wait_for_phase("warming")
+        os.killpg(run.process.pid, signal.SIGINT)
+        wait_until(lambda: "under way ends first, within 33 s; Ctrl-C ends it" in run.text())
+        if not is_again:
+            run.process.terminate()  # as a supervisor does; it ends nothing
+            time.sleep(1.0)
+            assert run.process.poll() is None, run.text()
+            return
+        os.killpg(run.process.pid, signal.SIGINT)
+        assert run.wait(5) == 20, run.text()
+        said = "ppstream: exit 20 PEER_LOST SIGINT came again; rank 0 ended with signal 9 SIGKILL; "
+        assert run.last_line().startswith(said)
+
+
 @pytest.mark.parametrize("is_begun", [False, True])
 def test_a_stop_before_the_ranks_have_met_is_no_failure(tmp_path: Path, is_begun: bool) -> None:
     with launched(tmp_path, *SERVE_ON) as run:
