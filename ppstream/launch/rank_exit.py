@@ -323,7 +323,13 @@ class RankEnd:
         """The run goes on without a rank: its processes are ended; returns what was done."""
         self.peers.pop(rank, None)
         process = self.processes.pop(rank, None)
-        return "" if process is None else self._end_rank(rank, process, ZOMBIE_S, is_hasty=True)
+        if process is None:
+            return ""
+        done = self._end_rank(rank, process, ZOMBIE_S, is_hasty=True)
+        with suppress(OSError):  # the disk is full: the run goes on
+            if self.run is not None:
+                self.run.bear_loss(rank)
+        return done
 
     def on_launcher_lost(self, reason: str) -> bool:
         """Nobody is left who could stop this run; returns whether a loop was asked to drain."""

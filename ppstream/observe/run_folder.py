@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -194,14 +194,28 @@ class Run:
         return self.directory / f"rank{rank}.gen{generation}.stacks.txt"
 
     def record_exit(self, rank: int, code: ExitCode, reason: str, generation: int = 0) -> None:
-        """Add this rank's end to exit.json; ranks of one host may do so at the same moment."""
+        """Add this rank's end to exit.json."""
+        end = {"code": int(code), "name": code.name, "reason": reason, "t": utc_now()}
+        end["generation"] = generation
+        with self._changing_ends() as ends:
+            ends.pop(str(rank), None)  # they stand in the order in which they were recorded
+            ends[str(rank)] = end
+
+    def bear_loss(self, rank: int) -> None:
+        """The run goes on without this rank: what ends the run later is not the rank's failure."""
+        if str(rank) in self.ends():
+            with self._changing_ends() as ends:
+                ends[str(rank)]["is_borne"] = True
+
+    @contextmanager
+    def _changing_ends(self) -> Iterator[dict[str, Any]]:
+        """Inside: exit.json, to be changed; ranks of one host may do so at the same moment."""
         with (self.directory / ".exit.lock").open("w") as lock:
             _lock(lock.fileno())
             path = self.directory / "exit.json"
-            end = {"code": int(code), "name": code.name, "reason": reason, "t": utc_now()}
-            end["generation"] = generation
-            before = {other: end for other, end in _read(path).items() if other != str(rank)}
-            _write(path, before | {str(rank): end})
+            ends = _read(path)
+            yield ends
+            _write(path, ends)
 
     def ends(self) -> dict[str, dict[str, Any]]:
         """Returns the ends of this host's ranks so far, by rank, in the order they were recorded.
@@ -213,7 +227,8 @@ class Run:
     def first_to_fail(self, generation: int) -> tuple[int, dict[str, Any]] | None:
         """The rank of this host that failed first in a generation, with its end.
 
-        One that left because another was lost, or had said why it leaves, is never it.
+        One that left because another was lost, or had said why it leaves, is never it, nor one
+        without which the run went on.
         """
         failed = (
             (int(rank), end)
@@ -221,6 +236,7 @@ class Run:
             if end["code"] not in (ExitCode.DRAINED, ExitCode.PEER_LOST)
             and not end["reason"].startswith(OTHER_LEFT)
             and end.get("generation") == generation
+            and not end.get("is_borne")
         )
         return next(failed, None)
 

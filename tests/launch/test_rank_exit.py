@@ -116,6 +116,19 @@ def test_a_rank_that_was_told_of_a_failure_is_not_the_first_to_fail(tmp_path):
     assert run.first_to_fail(0)[0] == 0
 
 
+def test_a_replica_without_which_the_run_went_on_is_not_the_first_to_fail(tmp_path):
+    end = RankEnd(0)
+    end.run = Run(tmp_path)
+    end.run.record_exit(1, ExitCode.POLICY_OUTPUT, "user code called sys.exit()")
+    with subprocess.Popen(["sleep", "60"]) as replica:
+        end.processes[1] = HeldProcess.of(replica.pid)
+        assert "was ended" in end.let_go(1)
+    assert end.run.first_to_fail(0) is None
+    assert end.run.ends()["1"]["code"] == ExitCode.POLICY_OUTPUT
+    end.run.record_exit(2, ExitCode.WATCHDOG, "stuck")
+    assert end.run.first_to_fail(0)[0] == 2
+
+
 def test_ends_of_an_earlier_generation_blame_nobody(tmp_path):
     run = Run(tmp_path)
     run.record_exit(1, ExitCode.WATCHDOG, "stuck", generation=0)
