@@ -22,7 +22,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Final
 
 from ppstream.config import load
-from ppstream.control.peer_process import HeldProcess, ranks_started_by, status_text
+from ppstream.control.peer_process import HeldProcess, descendants, ranks_started_by, status_text
 from ppstream.core.errors import ConfigError, ExitCode
 from ppstream.core.interpreter import uncollected
 from ppstream.launch.guard import STOP_SIGNALS, on_stop
@@ -190,9 +190,10 @@ class RankLauncher:
         nothing, and nobody told them that the run is over.
         """
         for rank, pid in ranks_started_by(os.getpid()).items():
-            if rank > last and (process := HeldProcess.of(pid)) is not None:
-                process.end()
-                process.close()
+            for each in (*descendants(pid), pid) if rank > last else ():  # a guard's rank first
+                if (process := HeldProcess.of(each)) is not None:
+                    process.end()
+                    process.close()
 
     def _met(self) -> int:
         """Returns how many policy ranks rank 0 has met."""

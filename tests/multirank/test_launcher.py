@@ -17,7 +17,7 @@ from forked_process import ForkedProcess
 from ranks import BRIEF, CONFIG, SERIAL, SERVED, Ranks, environment_without_ranks
 from robot_rig import wait_until
 
-from ppstream.control.peer_process import HeldProcess, ranks_started_by
+from ppstream.control.peer_process import HeldProcess, children, ranks_started_by
 from ppstream.launch.launcher import LEAD_S
 from ppstream.observe.run_folder import Run
 
@@ -388,6 +388,23 @@ def test_a_stop_before_replicas_have_met_rank_0_is_heard_by_all(tmp_path: Path) 
         run.process.send_signal(signal.SIGTERM)
         assert run.wait(30) == 0, run.text()
         assert "did not answer" not in run.text()
+
+
+def test_a_replica_that_rank_0_never_met_is_ended_with_its_guard(tmp_path: Path) -> None:
+    settings = "placement.replicas=2", "placement.replicas_min=1", "liveness.handshake_s=60"
+    with launched(tmp_path, *SERVE_ON, *settings) as run:
+        wait_until(lambda: run.has_ranks(3), seconds=40)
+        run.ranks[0].signal(signal.SIGSTOP)  # it meets none of them
+        wait_until(lambda: any(children(run.ranks[2].pid)), seconds=40)
+        replica = HeldProcess.of(next(children(run.ranks[2].pid)))
+        assert replica is not None
+        run.ranks.append(replica)
+        replica.signal(signal.SIGSTOP)  # it does not notice that its guard is gone
+        run.process.terminate()
+        run.ranks[0].signal(signal.SIGCONT)
+        assert run.wait(20) == 0, run.text()
+        assert replica.wait_gone(0.5), run.text()
+        assert "LAUNCHER_LOST" not in run.text()
 
 
 def run_command(*settings: str) -> list[str]:
