@@ -113,7 +113,8 @@ class ControlLoop:
         stop: called with the factor for velocities and forces: from 1.0 linearly to 0.0 within
             ``ramp_ms``, then 0.0 at every tick. The method ``stop`` uses this ramp for every
             ``on_expiry``.
-        home: moves it to its rest position, one tick at a time.
+        home: moves it to its rest position, one tick at a time; returns True once it rests there:
+            a stop then begins with 0.0. Without that, it ramps as if the robot still moved.
         hold_ms: from the fault to ``stop`` or ``home``.
         ramp_ms: how long ``stop`` takes.
         resume: a fault ends by itself as soon as an action may be executed again.
@@ -133,7 +134,7 @@ class ControlLoop:
         hold: Callable[[], None],
         on_expiry: OnExpiry = "hold",
         stop: Callable[[float], None] | None = None,
-        home: Callable[[], None] | None = None,
+        home: Callable[[], bool | None] | None = None,
         hold_ms: float = 0.0,
         ramp_ms: float = 0.0,
         resume: bool = False,
@@ -291,8 +292,7 @@ class ControlLoop:
             self._slow(self._left)
         elif self._home is not None and self._on_expiry == "home" and not is_stopped:
             self._left = 1.0
-            self._home()
-            return True
+            return self._home() is not True
         else:
             self._hold()
         return False

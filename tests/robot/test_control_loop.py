@@ -267,6 +267,19 @@ def test_a_stop_on_the_way_home_ramps_from_the_motion_that_home_made() -> None:
     np.testing.assert_allclose(robot.left, [0.75, 0.5, 0.25, 0.0, 0.0])
 
 
+def test_nothing_is_left_of_the_motion_of_a_robot_that_stops_at_home() -> None:
+    at_home = iter([False, True])
+    robot = Robot(on_expiry="home", ramp_ms=40.0, home=lambda: next(at_home))
+    robot.receive(0)
+    robot.tick()
+    robot.tick(LEASE_NS)
+    robot.tick(10 * MS)
+    robot.loop.stop("operator")
+    for _ in range(2):
+        assert robot.tick(10 * MS) == "stop"
+    assert robot.left == [0.0, 0.0]
+
+
 def test_a_second_fault_tells_nothing_more_of_a_motion_that_is_at_rest() -> None:
     robot = Robot(on_expiry="stop", ramp_ms=50.0)
     robot.receive(0)
