@@ -77,7 +77,9 @@ class PhaseProgress:
             lease_ms: an action's longest age.
             now: monotonic ns.
         """
-        done, total = finished - self._before, self._total
+        done, total = max(0, finished - self._before), self._total  # counted before it began
+        if total is not None:
+            done = min(done, total)  # what comes behind it times each stage alone
         if done and (not self._steps or self._steps[-1][1] != finished):
             self._steps.append((now, finished))
         most = "" if total is None else f" of {'at most ' * (self.name == 'warming')}{total}"

@@ -46,3 +46,10 @@ def test_other_drops_are_told_where_they_are_most_of_a_phase() -> None:
     assert told(bring_up, (1, 24, {"stale": 22})) == "4 of 460 envelopes"
     text = told(bring_up, (2, 26, {"stale": 22, "decoder_error": 4}))
     assert text.startswith("6 of 460 envelopes, 4 dropped as decoder_error, ")
+
+
+def test_envelopes_before_and_behind_a_phase_are_none_of_it() -> None:
+    """The thread that tells may have counted before the phase began; stages are timed behind it."""
+    bring_up = PhaseProgress("bring-up", 20, {}, 460, 0)
+    assert told(bring_up, (1, 19, {})) == "0 of 460 envelopes after 1.0 s"
+    assert told(bring_up, (5, 20 + 460, {}), (6, 20 + 460 + 30, {})).startswith("460 of 460 ")
