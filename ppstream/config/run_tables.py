@@ -192,8 +192,8 @@ class ServiceConfig(Table, frozen=True):
     """Rank 0's own .secret file, made by ppstream keys. Set it where other hosts reach the
     endpoint."""
     allowed_keys: FilePath | None = None
-    """File with public keys of the robots that are served. Set it where other hosts reach the
-    endpoint."""
+    """File with public keys of the robots that are served, read at start: restart to lock one out.
+    Set it where other hosts reach the endpoint."""
     allowed_uids: tuple[Annotated[int, Meta(ge=0, lt=2**32)], ...] = ()
     """Users whose programs may connect to unix://; empty allows rank 0's own. Set it for robots of
     another user."""

@@ -144,7 +144,7 @@ def _parser() -> argparse.ArgumentParser:
     new.add_argument("--folder", type=Path, default=Path(), help="gets both files (default: here)")
     public = commands.add_parser("public", help="print the public key of a .secret file")
     public.add_argument("file", type=Path, help="NAME.secret")
-    listed = commands.add_parser("allow", help="add a robot to a server's allow-list")
+    listed = commands.add_parser("allow", help="add a robot to a list that is read at start")
     listed.add_argument("list", type=Path, help="file of the allow-list, made if it is not there")
     listed.add_argument("name", help="that the robot states")
     listed.add_argument("key", type=Path, help="its public key, or the .public file")
