@@ -274,8 +274,11 @@ class OpenpiServer:
         if endpoint != "infer":
             raise ProtocolError(f"endpoint: got {str(endpoint)[:64]!r}, want 'infer' or 'reset'")
         request.begin()
-        if isinstance(episode := asked.get(EPISODE), str):
-            session.follow_episode(episode)
+        if (episode := asked.get(EPISODE)) is not None:
+            if not isinstance(episode, str | bytes | int):
+                kind = type(episode).__name__
+                raise ProtocolError(f"{EPISODE}: got {kind}, want a text or a whole number")
+            session.follow_episode(str(episode))
         return await session.answer(asked, request.received_ns)
 
     async def _fail(self, connection: ServerConnection, text: str) -> None:

@@ -118,7 +118,7 @@ class LeRobotFolder:
                 [f"{file}: has {len(frames)} frames of episode {index}, want {row['length']}"]
             )
         frame_ns = np.round(frames / self._fps * NS_PER_S).astype(np.int64)
-        arrays = {key: _matrix(table[key]) for key in columns}
+        arrays = {key: _matrix(table[key], f"{file}: {key}") for key in columns}
         tracks, videos = {}, {}
         for name, (key, numbers) in wanted.items():
             if numbers is None:
@@ -220,15 +220,24 @@ def _names_of(feature: dict[str, Any]) -> list[str]:
     return [str(name) for name in names]
 
 
-def _matrix(column: Any) -> NDArray[Any]:
-    """A column of scalars or lists of equal length as ``[n, D]``."""
+def _matrix(column: Any, where: str) -> NDArray[Any]:
+    """A column of scalars or lists of equal length as ``[n, D]``.
+
+    Raises:
+        ConfigError: a value is missing, or a row has more or fewer than the others.
+    """
     flat = column.combine_chunks()
     if hasattr(flat, "chunks"):
         flat = flat.chunk(0)
-    width = 1
+    width, rows, missing = 1, len(flat), flat.null_count
     if hasattr(flat.type, "value_type"):
-        rows = len(flat)
+        widths = {len(row) for row in flat.to_pylist() if row is not None}
         flat = flat.flatten()
-        width = len(flat) // rows
+        width, missing = len(flat) // rows, missing + flat.null_count
+        if len(widths) > 1:
+            sizes = ", ".join(map(str, sorted(widths)))
+            raise ConfigError([f"{where}: rows of {sizes} values, want as many in each"])
+    if missing:
+        raise ConfigError([f"{where}: {missing} values are missing (null), want all; drop it"])
     array: NDArray[Any] = flat.to_numpy(zero_copy_only=False)
     return array.reshape(-1, width)

@@ -30,6 +30,7 @@ from ppstream_stages.lerobot_network import (
     ConfigFeature,
     LeRobotNetwork,
     Reads,
+    Scale,
 )
 from ppstream_stages.lerobot_pi0 import EMPTY_CAMERA, Choices, Pi0Sizes, Texts, networks_of
 from ppstream_stages.lerobot_pi0_names import sources_of
@@ -170,7 +171,7 @@ def build(config: Mapping[str, Any], device: torch.device) -> list[NetworkPart]:
     found = [f"policy.weights: {path}: {text}" for text in _problems(features, sizes)]
     taken = _option_problems(kind, features, sizes, options)
     found += (f"policy.options.{text}" for text in taken)
-    scales: dict[str, tuple[Tensor, Tensor]] = {}
+    scales: dict[str, Scale] = {}
     keys = _names(features, options)
     for index, name in enumerate(PROCESSORS):
         path = weights.with_name(name)
@@ -329,9 +330,9 @@ def _fold(
     path: Path,
     allowed: Mapping[str, Mapping[str, Any]],
     names: Mapping[str, str],
-    scales: dict[str, tuple[Tensor, Tensor]],
+    scales: dict[str, Scale],
 ) -> Iterator[str]:
-    """Adds shift and spread by name of a tensor, as a processor normalises; yields problems."""
+    """Adds the scale by name of a tensor, as a processor normalises; yields problems."""
     try:
         steps = _read(path, Processor).steps
     except ConfigError as error:
@@ -358,7 +359,7 @@ def _fold_step(
     path: Path,
     step: ProcessorStep,
     names: Mapping[str, str],
-    scales: dict[str, tuple[Tensor, Tensor]],
+    scales: dict[str, Scale],
 ) -> Iterator[str]:
     """As ``_fold``, of a step that normalises ``names`` by their keys."""
     try:
@@ -381,8 +382,8 @@ def _fold_step(
 
 def _scale(
     normaliser: Normaliser, key: str, stats: Mapping[str, Tensor], *, is_input: bool
-) -> tuple[Tensor, Tensor] | str | None:
-    """Shift and spread of a key; None: it stays as it is; a text: a problem."""
+) -> Scale | str | None:
+    """Scale of a key; None: it stays as it is; a text: a problem."""
     feature = normaliser.features[key]
     mode = normaliser.norm_map.get(feature.type, IDENTITY)
     chosen = normaliser.normalize_observation_keys
@@ -400,9 +401,10 @@ def _scale(
     low, high = (one.float().reshape(shape) for one in (low, high))
     if mode == "MEAN_STD":
         # an action that never moved has no spread, and its prefix is normalised, too
-        return low, high + normaliser.eps if is_input else high.clamp(min=normaliser.eps)
+        return Scale(low, high + normaliser.eps if is_input else high.clamp(min=normaliser.eps))
+    # a value that never moved becomes -1: half of eps beside it is lost in its float32
     half = torch.where(high == low, normaliser.eps, high - low) / 2
-    return low + half, half
+    return Scale(low, half, offset=-1.0)
 
 
 def _stats(path: Path, name: str | None) -> tuple[dict[str, Tensor], str]:

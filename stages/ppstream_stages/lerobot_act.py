@@ -22,6 +22,7 @@ from ppstream_stages.lerobot_network import (
     ConfigFeature,
     LeRobotNetwork,
     Reads,
+    Scale,
     Sizes,
     grid_of,
 )
@@ -203,7 +204,7 @@ class ActNetwork(LeRobotNetwork):
         reads: Reads,
         horizon: int,
         action_dim: int,
-        scales: Mapping[str, tuple[Tensor, Tensor]],
+        scales: Mapping[str, Scale],
     ) -> None:
         super().__init__(reads, horizon, action_dim, scales)
         self.model = LeRobotWeights(sizes, reads, action_dim)

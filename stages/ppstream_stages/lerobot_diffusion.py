@@ -28,6 +28,7 @@ from ppstream_stages.lerobot_network import (
     FrozenNorm,
     LeRobotNetwork,
     Reads,
+    Scale,
     Sizes,
     grid_of,
 )
@@ -385,7 +386,7 @@ class DiffusionNetwork(LeRobotNetwork):
         reads: Reads,
         horizon: int,
         action_dim: int,
-        scales: Mapping[str, tuple[Tensor, Tensor]],
+        scales: Mapping[str, Scale],
         seed: int | None,
         chunking: ChunkingOptions | None = None,
     ) -> None:

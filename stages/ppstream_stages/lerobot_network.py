@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import ceil
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 import torch
@@ -87,19 +87,27 @@ class Reads(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(specs)
 
 
-class Normalization(nn.Module):
-    """``(x - shift) / spread`` and back, with numbers that are no weights.
+class Scale(NamedTuple):
+    """``(x - shift) / spread + offset``; an offset keeps a value at a bound exact.
 
-    Args:
-        shift: a number for each value or, of shape ``[C, 1, 1]``, for each channel.
-        spread: as ``shift``.
+    ``shift`` has a number for each value or, of shape ``[C, 1, 1]``, for each channel; ``spread``
+    is as ``shift``.
     """
 
     shift: Tensor
     spread: Tensor
+    offset: float = 0.0
 
-    def __init__(self, shift: Tensor, spread: Tensor) -> None:
+
+class Normalization(nn.Module):
+    """A ``Scale`` and back, with numbers that are no weights. Takes what ``Scale`` has."""
+
+    shift: Tensor
+    spread: Tensor
+
+    def __init__(self, shift: Tensor, spread: Tensor, offset: float = 0.0) -> None:
         super().__init__()
+        self._offset = offset
         self._known = {"shift": shift, "spread": spread}
         for name, numbers in self._known.items():
             self.register_buffer(name, torch.empty(numbers.shape), persistent=False)
@@ -111,21 +119,22 @@ class Normalization(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``x`` as the network takes it."""
-        return (x - self.shift) / self.spread
+        found = (x - self.shift) / self.spread
+        return found + self._offset if self._offset else found
 
     def inverse(self, x: Tensor) -> Tensor:
         """The inverse, of what the network gives."""
-        return x * self.spread + self.shift
+        return (x - self._offset if self._offset else x) * self.spread + self.shift
 
 
 class Scales(nn.Module):
     """Normalisation of several tensors by their names; one that is not known stays as it is.
 
     Args:
-        known: shift and spread by name.
+        known: by name.
     """
 
-    def __init__(self, known: Mapping[str, tuple[Tensor, Tensor]]) -> None:
+    def __init__(self, known: Mapping[str, Scale]) -> None:
         super().__init__()
         self.each = nn.ModuleList(Normalization(*numbers) for numbers in known.values())
         self._places = {name: index for index, name in enumerate(known)}
@@ -161,7 +170,7 @@ class LeRobotNetwork(PartNetwork):
         reads: the tensors that it takes.
         horizon: steps of the chunk that are kept.
         action_dim: values of an action.
-        scales: by name of an input, and ``actions``: shift and spread; one without is identity.
+        scales: by name of an input, and ``actions``; one without is identity.
     """
 
     needs_samples = True  # it pads the frames before the first, and knows of no other hole
@@ -173,7 +182,7 @@ class LeRobotNetwork(PartNetwork):
         reads: Reads,
         horizon: int,
         action_dim: int,
-        scales: Mapping[str, tuple[Tensor, Tensor]],
+        scales: Mapping[str, Scale],
     ) -> None:
         super().__init__()
         self.inputs = reads.specs

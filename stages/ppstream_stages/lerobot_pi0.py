@@ -28,6 +28,7 @@ from ppstream_stages.lerobot_network import (
     VISUAL,
     ConfigFeature,
     Reads,
+    Scale,
     Scales,
     Sizes,
 )
@@ -169,7 +170,7 @@ class Choices(NamedTuple):
     reads: Reads
     horizon: int
     action_dim: int
-    scales: Mapping[str, tuple[Tensor, Tensor]]
+    scales: Mapping[str, Scale]
     seed: int | None  # of the noise; None: fresh noise in each call
     dtype: str | None  # None: as the folder says
     cut: Mapping[str, int]  # fields of ``VlaSizes``

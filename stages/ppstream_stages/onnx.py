@@ -295,7 +295,7 @@ def _scale_problems(about: PolicyFile) -> Iterator[str]:
     specs = {spec.name: spec for spec in (*about.inputs, *about.outputs)}
     for name, scale in about.normalisation.items():
         spec = specs.get(name)
-        if spec is None or not spec.shape or spec.dtype not in FRACTIONS:
+        if spec is None or len(spec.shape) < -_axis(name) or spec.dtype not in FRACTIONS:
             yield f"{SIDECAR}: normalisation.{name}: want an input or output of fractions"
             continue
         wanted = spec.shape[_axis(name)]

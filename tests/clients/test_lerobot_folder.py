@@ -64,6 +64,14 @@ def test_normalisation_of_the_processors_is_part_of_the_policy(folder: Path) -> 
     assert not torch.allclose(normalised, actions_of(plain, state, environment), atol=0.1)
 
 
+def test_a_value_that_never_moved_is_minus_one_as_in_lerobot(folder: Path) -> None:
+    state, environment = torch.randn(2, 1, 6), torch.tensor([[[0.0, 1.0]]]).repeat(2, 1, 1)
+    file, name = folder / "a.safetensors", "observation.environment_state"
+    whole = actions_of(loaded(folder), state, environment)  # 1.0 is the least of 1.0 to 2.0
+    save_file({**load_file(file), f"{name}.max": torch.tensor([2.0, 1.0])}, file)
+    assert torch.equal(actions_of(loaded(folder), state, environment), whole)
+
+
 def test_the_last_step_is_read_and_the_chunk_is_cut(folder: Path) -> None:
     state, environment = torch.randn(2, 1, 6), torch.randn(2, 1, 2)
     whole = actions_of(loaded(folder), state, environment)

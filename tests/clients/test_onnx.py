@@ -195,6 +195,17 @@ def test_every_difference_of_model_and_policy_json_is_one_line_of_one_error(copi
     ]
 
 
+def test_frames_of_no_image_with_a_normalisation_are_one_line_of_the_error(copied: Path) -> None:
+    inputs = {one["name"]: one for one in about(copied)["inputs"]}
+    inputs["front.frames"] |= {"shape": [3], "dtype": "float32"}
+    scale = {"mean": [0.0], "std": [1.0]}
+    say(copied, inputs=[*inputs.values()], normalisation={"front.frames": scale})
+    with pytest.raises(ConfigError) as caught:
+        built(copied)
+    said = "policy.json: normalisation.front.frames: want an input or output of fractions"
+    assert said in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("content", "said"),
     [

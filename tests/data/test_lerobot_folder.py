@@ -179,3 +179,22 @@ def test_a_folder_of_another_version_is_refused(dataset: Path) -> None:
     file.write_bytes(msgspec.json.encode({"fps": 3}))
     with pytest.raises(ConfigError, match="cannot be read as a LeRobot dataset"):
         find_inputs([dataset])
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [(None, "1 values are missing (null)"), ([0.0], "rows of 1, 3 values, want as many in each")],
+)
+def test_a_row_that_lacks_values_is_refused(
+    dataset: Path, tmp_path: Path, row: list[float] | None, said: str, capsys: Any
+) -> None:
+    (file,) = (dataset / "data").rglob("*.parquet")
+    table = pq.read_table(file, partitioning=None)
+    at = table.schema.get_field_index("observation.state")
+    values = table.column(at).to_pylist()
+    values[3] = row
+    column = pa.array(values, pa.list_(pa.float32()))
+    pq.write_table(table.set_column(at, "observation.state", column), file)
+    assert make(tmp_path, run_of(), tmp_path / "out", dataset) == ExitCode.CONFIG
+    error = capsys.readouterr().err
+    assert f"observation.state: {said}" in error

@@ -95,9 +95,10 @@ def test_a_reset_begins_a_new_episode() -> None:
         assert robot.ask(observation(endpoint="infer"))["actions"].shape == SHAPE
 
 
-def test_another_session_id_is_a_new_episode_and_the_same_one_is_not() -> None:
+@pytest.mark.parametrize("names", [("a", "b", "c"), (1, 2, 3), (b"a", b"b", b"c")])
+def test_another_session_id_is_a_new_episode_and_the_same_one_is_not(names: tuple[Any]) -> None:
     with gated() as (rank0, gateway), gateway.robot() as robot:
-        for name, episodes in (("a", 0), ("a", 0), ("b", 1), ("c", 2)):
+        for name, episodes in zip((names[0], *names), (0, 0, 1, 2), strict=True):
             robot.ask(observation(session_id=name))
             wait_until(lambda wanted=episodes: rank0.rows[0].session_epoch == wanted)
         robot.ask({"endpoint": "reset"})
