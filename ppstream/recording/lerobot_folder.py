@@ -231,7 +231,9 @@ def _matrix(column: Any, where: str) -> NDArray[Any]:
         flat = flat.chunk(0)
     width, rows, missing = 1, len(flat), flat.null_count
     if hasattr(flat.type, "value_type"):
-        widths = {len(row) for row in flat.to_pylist() if row is not None}
+        import pyarrow.compute as pc
+
+        widths = pc.list_value_length(flat).drop_null().unique().to_pylist()
         flat = flat.flatten()
         width, missing = len(flat) // rows, missing + flat.null_count
         if len(widths) > 1:
