@@ -100,15 +100,15 @@ class Scale(NamedTuple):
 
 
 class Normalization(nn.Module):
-    """A ``Scale`` and back, with numbers that are no weights. Takes what ``Scale`` has."""
+    """A ``Scale`` and back, with numbers that are no weights."""
 
     shift: Tensor
     spread: Tensor
 
-    def __init__(self, shift: Tensor, spread: Tensor, offset: float = 0.0) -> None:
+    def __init__(self, scale: Scale) -> None:
         super().__init__()
-        self._offset = offset
-        self._known = {"shift": shift, "spread": spread}
+        self._offset = scale.offset
+        self._known = {"shift": scale.shift, "spread": scale.spread}
         for name, numbers in self._known.items():
             self.register_buffer(name, torch.empty(numbers.shape), persistent=False)
 
@@ -136,7 +136,7 @@ class Scales(nn.Module):
 
     def __init__(self, known: Mapping[str, Scale]) -> None:
         super().__init__()
-        self.each = nn.ModuleList(Normalization(*numbers) for numbers in known.values())
+        self.each = nn.ModuleList(map(Normalization, known.values()))
         self._places = {name: index for index, name in enumerate(known)}
 
     def start(self) -> None:
