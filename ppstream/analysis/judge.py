@@ -20,7 +20,7 @@ from ppstream.analysis.device_times import clocks_seen, stages_on_device
 from ppstream.analysis.memory_use import memory_use
 from ppstream.analysis.period_model import deeper, limiting_term, period, window_star
 from ppstream.analysis.place_table import better_cut, place_rows
-from ppstream.analysis.records import ENVELOPES, TOTAL, Envelope, Json, RunLog
+from ppstream.analysis.records import Envelope, Json, RunLog
 from ppstream.analysis.requests import is_on_request, requests_of, streams_on_request
 from ppstream.analysis.robot_states import longest_held, with_waits
 from ppstream.analysis.run_ends import failed_end, lost_end, lost_lines
@@ -316,9 +316,7 @@ def _service(run: RunLog) -> ServiceReport | None:
     lease_ns = _lease_ns(run)
     on_request = streams_on_request(run.config)
     found = [
-        ledger._replace(is_on_request=ledger.stream in on_request)
-        for ledger in run.ledgers
-        if ledger.stream not in (TOTAL, ENVELOPES)
+        ledger._replace(is_on_request=ledger.stream in on_request) for ledger in run.stream_ledgers
     ]
     proof = len(reasons.keys() - {"MISSING_LOGS"})
     verdict = Verdict.FAIL if proof > 1 else Verdict.INCONCLUSIVE
@@ -345,7 +343,6 @@ def _unserved(run: RunLog) -> ServiceReport | None:
     reasons = unmoved(run, _lease_ns(run)) | _lost_lines(run)
     if not reasons:
         return None
-    samples = [led for led in run.ledgers if led.stream not in (TOTAL, ENVELOPES)]
     return ServiceReport(
         limited_by=None,
         latency=None,
@@ -355,7 +352,7 @@ def _unserved(run: RunLog) -> ServiceReport | None:
         verdict=Verdict.INCONCLUSIVE,
         reasons=reasons,
         robots=with_waits(run),
-        streams=tuple(ledger for ledger in samples if ledger.holes is not None),
+        streams=tuple(ledger for ledger in run.stream_ledgers if ledger.holes is not None),
     )
 
 

@@ -474,3 +474,8 @@ class RunLog:
     missing_ranks: tuple[int, ...] = ()
     ignored_lines: int = 0
     manifest: Json = field(default_factory=dict)  # run.json as it stands
+
+    @property
+    def stream_ledgers(self) -> list[Ledger]:
+        """Ledgers of single streams."""
+        return [ledger for ledger in self.ledgers if ledger.stream not in (TOTAL, ENVELOPES)]

@@ -120,9 +120,8 @@ def drops(run: RunLog, envelopes: Iterable[Envelope]) -> dict[str, object]:
         else None,
         "samples_by_stream": {
             ledger.stream: lost
-            for ledger in run.ledgers
-            if ledger.stream not in (TOTAL, ENVELOPES)
-            and (lost := {k: n for k, n in ledger.dropped.items() if n})
+            for ledger in run.stream_ledgers
+            if (lost := {k: n for k, n in ledger.dropped.items() if n})
         },
     }
 

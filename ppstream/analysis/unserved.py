@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Final
 
 from ppstream.analysis.json_values import shown
-from ppstream.analysis.records import ENVELOPES, TOTAL, Ledger, RobotStateLine, RunLog
+from ppstream.analysis.records import RobotStateLine, RunLog
 from ppstream.analysis.requests import is_on_request
 from ppstream.analysis.robot_states import by_robot, name_of
 from ppstream.core.phases import ENDING, SERVING
@@ -97,18 +97,14 @@ def _some(texts: list[str]) -> str:
 
 def _lacking_streams(run: RunLog) -> str:
     """The streams of which no sample came, or of which most were refused, with the reasons."""
-    silent = [shown(ledger.stream) for ledger in _samples(run) if not ledger.received]
+    silent = [shown(ledger.stream) for ledger in run.stream_ledgers if not ledger.received]
     texts = [f"no sample of {', '.join(silent)} came"] if silent else []
     texts += _refused_streams(run)
     return f": {'; '.join(texts)}" if texts else ""
 
 
-def _samples(run: RunLog) -> list[Ledger]:
-    return [ledger for ledger in run.ledgers if ledger.stream not in (TOTAL, ENVELOPES)]
-
-
 def _refused_streams(run: RunLog) -> Iterator[str]:
-    for ledger in _samples(run):
+    for ledger in run.stream_ledgers:
         refused = {why: n for why, n in ledger.dropped.items() if n and why not in UNASKED}
         if sum(refused.values()) > REFUSED_MIN * ledger.received:
             reasons = ", ".join(f"{n} {shown(why)}" for why, n in refused.items())
