@@ -330,8 +330,7 @@ class Rank0:
 
         That takes as long as an envelope's way through a stage: it is done while none is under way.
         """
-        if self.reports:
-            write_reports(self.log, self.reports)
+        write_reports(self.log, self.reports)
         if self.started == self.finished and (now := now_ns()) >= self._next_second_ns:
             self._end_second(now)
 

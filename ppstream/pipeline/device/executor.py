@@ -414,7 +414,7 @@ class DeviceExecutor:
         if self._loop.is_cut_due:  # it tells of the ledger
             self._account()
         self._loop.drain_inputs()
-        if self._underway:
+        if self._underway:  # else it was done before the rest
             self._loop.tidy()
         now = now_ns()
         self._a.ingest(now)
