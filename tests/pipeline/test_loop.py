@@ -643,8 +643,6 @@ def test_behind_a_wait_results_are_looked_at_before_samples_are_taken_in(build, 
 
 @pytest.mark.parametrize("form", [*THREADS, "device"])
 def test_no_envelope_waits_for_what_is_due_each_second(build, form, monkeypatch):
-    monkeypatch.setattr(rank0_loop, "SECOND_NS", 15_000_000)
-    monkeypatch.setattr(rank0_loop, "OVERDUE_NS", 10 * NS_PER_S)
     with build(form, NewestValues(lambda _: time.sleep(0.002))) as pipeline:
         rank0, did = pipeline.rank0, []
         wait, begin = rank0.waiter.wait, pipeline.executor.begin
@@ -665,11 +663,13 @@ def test_no_envelope_waits_for_what_is_due_each_second(build, form, monkeypatch)
         rows = pipeline.intake.rows
         source = SyntheticSource(pipeline.config, rows[0], seed=1, start_ns=now_ns())
         pipeline.enter(source, OnTick(rows, 100.0, now_ns()))
-        rank0.run(2)  # so that the first second of the run is over
+        rank0.run(2)  # the next second ends within one
+        monkeypatch.setattr(rank0_loop, "SECOND_NS", 15_000_000)
+        monkeypatch.setattr(rank0_loop, "OVERDUE_NS", 10 * NS_PER_S)
         monkeypatch.setattr(rank0.waiter, "wait", noted_wait)
         monkeypatch.setattr(pipeline.executor, "begin", noted_begin)
         rank0.on_second.append(second)
-        rank0.run(30)
+        rank0.run(130)
     behind = [after for now, after in pairwise(did) if now == "second"]
     assert len(behind) >= 5
     assert "begin" not in behind
