@@ -188,7 +188,7 @@ class Ray:
             graph = stages[1].run.bind(stages[0].run.bind(given))
         self._graph, self._get = graph.experimental_compile(), ray.get
         self._posted: deque[Any] = deque()
-        self.ask(observation(work))
+        self._check(self._graph.execute(observation(work)), READY_LIMIT_S)  # its actors start
         time.sleep(SETTLE_S)  # its agents and idle workers still start
         pin(os.getpid(), cpus[1])
 
@@ -202,8 +202,8 @@ class Ray:
         self._check(self._posted.popleft())
         return 1
 
-    def _check(self, reply: Any) -> None:
-        actions = self._get(reply, timeout=ANSWER_LIMIT_S)
+    def _check(self, reply: Any, limit_s: float = ANSWER_LIMIT_S) -> None:
+        actions = self._get(reply, timeout=limit_s)
         if len(actions) != ACTION_DIM:
             raise SystemExit(f"{len(actions)} actions came")
 
