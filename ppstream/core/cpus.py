@@ -6,6 +6,7 @@ Reads affinity, cgroup quotas, ``/proc/stat`` and ``schedstat``. What a file doe
 from __future__ import annotations
 
 import os
+import resource
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import chain, combinations
@@ -24,6 +25,7 @@ IO_WAIT: Final = 4
 STEAL: Final = 7  # what a hypervisor took
 COUNTED: Final = 8  # user to steal; guest time is in user already
 UTIME: Final = 11  # of /proc/PID/stat behind the name
+SPARE_CPUS: Final = 8  # of a host: a thread may keep one awake for part of a millisecond
 TIMES: Final = 4  # from there: user and system, of itself and of children that have ended
 
 
@@ -158,6 +160,16 @@ def _ticks(root: Path) -> dict[str, list[int]]:
 def usable_cpus(pids: Iterable[int] = (), root: Path = Path("/")) -> float:
     """CPUs that this process and ``pids`` may run on together; a cgroup quota may be a fraction."""
     return min([float(len(_affinity(pids))), *_quotas(root)])
+
+
+def has_spare_cpus(root: Path = Path("/")) -> bool:
+    """True on a host of ``SPARE_CPUS`` and more without a quota below; affinity does not count."""
+    return min([float(os.cpu_count() or 1), *_quotas(root)]) >= SPARE_CPUS
+
+
+def preemptions() -> int:
+    """How often another thread took the calling thread's CPU, also by ``sched_yield``."""
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_nivcsw
 
 
 def _affinity(pids: Iterable[int]) -> set[int]:

@@ -115,18 +115,29 @@ class PythonWaiter:
             self.woken, self._wake_due = True, False
         return () if self.woken else rung or ready
 
-    def wait_awake(self, timeout_ns: int) -> Sequence[int]:
-        """As ``wait``; looks at the bells all the time, and at other descriptors in the end.
+    def wait_awake(self, timeout_ns: int, look_ns: int | None = None) -> Sequence[int]:
+        """As ``wait``, awake: looks at the bells all the time, and at other descriptors in the end.
 
-        Without a bell it sleeps.
+        Without a bell, and without ``look_ns``, it sleeps.
+
+        Args:
+            timeout_ns: as of ``wait``.
+            look_ns: so often it looks at other descriptors, too, and lets another thread that
+                waits for this CPU have it.
         """
-        if not self._bells:
+        if not self._bells and look_ns is None:
             return self.wait(timeout_ns)
-        until_ns = now_ns() + timeout_ns
-        while not (self._wake_due or any(bell.is_rung for bell in self._bells)):
-            if now_ns() >= until_ns:
-                break
-        return self.wait(0)
+        now = now_ns()
+        until_ns = now + timeout_ns
+        while True:
+            look_until_ns = until_ns if look_ns is None else min(until_ns, now + look_ns)
+            while not (self._wake_due or any(bell.is_rung for bell in self._bells)):
+                if (now := now_ns()) >= look_until_ns:
+                    break
+            ready = self.wait(0)
+            if ready or self.woken or now >= until_ns:
+                return ready
+            os.sched_yield()
 
     def wake(self) -> None:
         """End the present or next ``wait``; for any thread and signal handlers."""

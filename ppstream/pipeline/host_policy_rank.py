@@ -44,6 +44,7 @@ WAIT_NS: Final = NS_PER_S // 10
 SHORT_B_NS: Final = 2 * NS_PER_MS  # of longer ones some 0.1 ms is no part
 COLD_NS: Final = NS_PER_MS  # since the newest envelope
 LINGER_NS: Final = 100_000  # behind a rouse: rank 0 cuts a window in less
+LOOK_NS: Final = 100_000  # for a peer that speaks while an envelope is expected
 #: So long an account waits for a pause: by then the robot, which may share this CPU, has its chunk.
 ACCOUNT_NS: Final = NS_PER_MS
 MESH_SPARE_NS: Final = NS_PER_S
@@ -96,7 +97,7 @@ class HostPolicyRank(PolicyRank):
             self.mark.name = f"stage B on rank {rank}"
         self._waited_turn = -1  # the newest in which another rank of the mesh was waited for
         self._newest_b: deque[int] = deque(maxlen=config.bringup.standalone)  # durations
-        self._keep_warm = KeepWarm(log, self._warm_up)
+        self._keep_warm = KeepWarm(log, self._warm_up, look_ns=LOOK_NS)
         self._peer_fd = peer.fileno()
         waiter.register(self._peer_fd)
         hops.into.register_with(waiter)

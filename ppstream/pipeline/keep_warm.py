@@ -1,9 +1,10 @@
-"""KeepWarm: a dry run before an envelope is expected, and a CPU that is awake for its result.
+"""KeepWarm: a dry run before an envelope is expected, and a CPU that is awake for it.
 
 After some milliseconds of other work the same call takes several times what it takes back to back,
 mostly for memory that left the caches; and a CPU that has slept wakes late. A dry run reads the
 newest data, writes into memory of its own and accounts for nothing. When a result is about to come,
-rank 0 looks for it and does not sleep.
+rank 0 looks for it and does not sleep. On a host with CPUs to spare a rank does not sleep between a
+dry run and its envelope either, as long as nobody else wants that CPU.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from ppstream.core.clock import NS_PER_MS, NS_PER_S, now_ns
+from ppstream.core.cpus import has_spare_cpus, preemptions
 from ppstream.core.errors import MAX_TEXT
 from ppstream.core.phases import SERVING
 from ppstream.core.rhythm import AHEAD_NS, Rhythm
@@ -26,6 +28,9 @@ LONGEST_NS: Final = NS_PER_MS  # an envelope that comes early waits for a dry ru
 EARLY_NS: Final = 150_000  # so long before a result is due it is looked for without a sleep
 LATE_NS: Final = 250_000  # and so long behind
 PAUSE_NS: Final = NS_PER_S
+LOOK_NS: Final = 20_000  # between two looks for samples, each two system calls
+TAKEN_MAX: Final = 3  # waits in a row in which another thread took the CPU: they share it
+SHARED_NS: Final = 10 * NS_PER_S  # it is left alone so long
 GATHERED_NS: Final = 4 * NS_PER_MS  # what came so long before an envelope began came for it
 
 
@@ -35,12 +40,15 @@ class KeepWarm:
     A dry run begins so early that it usually ends ``ahead_ns`` before: what the robot does then, on
     this CPU perhaps, finds it free. Bring-up is measured without. Dry runs end, and an event says
     why, when one raises. When they take more than ``LONGEST_NS``, as on a busy machine, there are
-    none for ``PAUSE_NS``.
+    none for ``PAUSE_NS``. Behind a dry run the CPU stays awake until ``LATE_NS`` after the envelope
+    is expected, where the host has CPUs to spare; when another thread takes that CPU in
+    ``TAKEN_MAX`` such waits in a row, not for the next ``SHARED_NS``.
 
     Args:
         log: of this rank.
         get_ready: the dry run.
         ahead_ns: between its end and the envelope.
+        look_ns: between two looks, awake, for what no doorbell tells of.
 
     Attributes:
         sent_ns: when the one envelope left that is under way; None: none is, or several are, or
@@ -48,14 +56,22 @@ class KeepWarm:
     """
 
     def __init__(
-        self, log: TimestampLog, get_ready: Callable[[], None], ahead_ns: int = AHEAD_NS
+        self,
+        log: TimestampLog,
+        get_ready: Callable[[], None],
+        ahead_ns: int = AHEAD_NS,
+        look_ns: int = LOOK_NS,
     ) -> None:
         self._get_ready: Callable[[], None] | None = get_ready
         self._ahead_ns = ahead_ns
+        self._look_ns = look_ns
         self._log = log
         self._rhythm = Rhythm()
         self._usual_ns = 0  # a mean that forgets
         self._paused_ns = 0  # until then none
+        self._may_stay_awake = has_spare_cpus()
+        self._taken = 0  # in a row
+        self._shared_ns = 0  # until then it sleeps
         self.sent_ns: int | None = None
         self._usual_trip_ns = 0  # from there to its result; late ones hardly count
         self._came_ns: int | None = None  # when the first wait since an envelope was ended
@@ -101,9 +117,24 @@ class KeepWarm:
             ready = waiter.wait(at_ns - now)
             if ready or waiter.woken:
                 return ready
+            late_ns = at_ns + self._ahead_ns + self._usual_ns + LATE_NS
             self._run()
+            ready = self._stay_awake(waiter, min(until_ns, late_ns))
+            if ready or waiter.woken:
+                return ready
             now = now_ns()
         return waiter.wait(max(0, until_ns - now))
+
+    def _stay_awake(self, waiter: Waiter, until_ns: int) -> Sequence[int]:
+        now = now_ns()
+        if not self._may_stay_awake or now < self._shared_ns or until_ns <= now:
+            return ()
+        before = preemptions()
+        ready = waiter.wait_awake(until_ns - now, self._look_ns)
+        self._taken = self._taken + 1 if preemptions() != before else 0
+        if self._taken >= TAKEN_MAX:
+            self._taken, self._shared_ns = 0, now + SHARED_NS
+        return ready
 
     def expects(self, phase: str) -> bool:
         """True when ``get_ready`` will run before another envelope comes, if that is in step."""

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,8 @@ from ppstream.core.cpus import (
     MachineMeter,
     RunDelay,
     StageCost,
+    has_spare_cpus,
+    preemptions,
     usable_cpus,
 )
 
@@ -72,6 +75,36 @@ def test_quota_of_every_cgroup_above_limits_the_cpus(
     files: dict[str, str], cpus: float, tmp_path: Path
 ) -> None:
     assert usable_cpus(root=tree(tmp_path, files)) == cpus
+
+
+@pytest.mark.parametrize(
+    ("cpus", "quota_us", "spare"), [(8, -1, True), (7, -1, False), (64, 700_000, False)]
+)
+def test_a_host_of_many_cpus_has_some_to_spare_unless_a_quota_takes_them(
+    cpus: int, quota_us: int, spare: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = "sys/fs/cgroup/cpu"
+    files = {"proc/self/cgroup": "1:cpu:/\n", f"{folder}/cpu.cfs_quota_us": f"{quota_us}\n"}
+    files[f"{folder}/cpu.cfs_period_us"] = "100000\n"
+    monkeypatch.setattr(os, "cpu_count", lambda: cpus)
+    assert has_spare_cpus(tree(tmp_path, files)) is spare
+
+
+def test_who_lets_others_have_its_cpu_counts_as_preempted() -> None:
+    before, own = preemptions(), os.sched_getaffinity(0)
+    try:
+        with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as other:
+            try:
+                os.sched_setaffinity(0, {min(own)})
+                os.sched_setaffinity(other.pid, {min(own)})
+                until = time.monotonic() + 20
+                while preemptions() == before and time.monotonic() < until:
+                    os.sched_yield()
+            finally:
+                other.kill()
+    finally:
+        os.sched_setaffinity(0, own)
+    assert preemptions() > before
 
 
 def test_affinity_of_another_process_adds_its_cpus(tmp_path: Path) -> None:

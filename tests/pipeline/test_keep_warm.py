@@ -15,7 +15,10 @@ from ppstream.pipeline.keep_warm import (
     GATHERED_NS,
     LATE_NS,
     LONGEST_NS,
+    LOOK_NS,
     PAUSE_NS,
+    SHARED_NS,
+    TAKEN_MAX,
     KeepWarm,
 )
 
@@ -28,6 +31,11 @@ class Events:
 
     def event(self, name: str, **fields: Any) -> None:
         self.told.append((name, fields))
+
+
+@pytest.fixture(autouse=True)
+def _no_spare_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ppstream.pipeline.keep_warm.has_spare_cpus", lambda: False)
 
 
 @pytest.fixture
@@ -65,8 +73,9 @@ class Coming:
         self.late_ns -= min(limit_ns, self.late_ns)
         return [7] if is_there else []
 
-    def wait_awake(self, limit_ns: int) -> list[int]:
+    def wait_awake(self, limit_ns: int, look_ns: int | None = None) -> list[int]:
         began_ns = self.now_ns
+        self.look_ns = look_ns
         found = self.wait(limit_ns)
         self.awake.append((began_ns, self.now_ns))
         return found
@@ -151,6 +160,67 @@ def test_a_dry_run_begins_so_early_that_it_ends_in_time(monkeypatch: pytest.Monk
         warm.began(coming.now_ns)
     assert len(ends_ns) > 50
     assert coming.now_ns - ends_ns[-1] == pytest.approx(AHEAD_NS, rel=0.1)
+
+
+def awake_for_envelopes(
+    monkeypatch: pytest.MonkeyPatch, *, taken: list[bool], late_ns: int = 0, has_cpus: bool = True
+) -> list[tuple[int, int]]:
+    """Of each envelope, one a list item, 20 ms apart: since the expected instant, the span awake.
+
+    Another thread takes the CPU in those that say so.
+    """
+    monkeypatch.setattr("ppstream.pipeline.keep_warm.has_spare_cpus", lambda: has_cpus)
+    coming, count, takes = Coming(monkeypatch), [0, 0], [False]
+    waiter: Any = coming
+
+    def preemptions() -> int:  # before each wait and behind it
+        count[0] += 1
+        count[1] += count[0] % 2 == 0 and takes[0]
+        return count[1]
+
+    monkeypatch.setattr("ppstream.pipeline.keep_warm.preemptions", preemptions)
+
+    def get_ready() -> None:
+        coming.now_ns += 1
+        coming.late_ns -= 1
+
+    warm, _ = ready_for_one(get_ready)
+    spans = []
+    for takes[0] in taken:
+        expected_ns = coming.now_ns + 20 * NS_PER_MS
+        in_step(warm, expected_ns)
+        coming.late_ns = 20 * NS_PER_MS + late_ns
+        coming.awake.clear()
+        assert warm.wait(waiter, NS_PER_S, "ready") == [7]
+        assert coming.now_ns == expected_ns + late_ns
+        spans += [(a - expected_ns, b - expected_ns) for a, b in coming.awake] or [(0, 0)]
+    assert not any(map(any, spans)) or coming.look_ns == LOOK_NS
+    return spans
+
+
+def test_between_a_dry_run_and_its_envelope_a_cpu_to_spare_stays_awake(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    quiet, begins_ns = [False] * 4, 1 - AHEAD_NS
+    awake = awake_for_envelopes(monkeypatch, taken=quiet)
+    assert awake == [(pytest.approx(begins_ns, abs=9), 0)] * 4
+    awake = awake_for_envelopes(monkeypatch, taken=quiet, late_ns=3 * LATE_NS)
+    assert awake == [(pytest.approx(begins_ns, abs=9), LATE_NS)] * 4
+    assert awake_for_envelopes(monkeypatch, taken=quiet, has_cpus=False) == [(0, 0)] * 4
+
+
+def test_a_cpu_that_another_thread_takes_again_and_again_is_left_to_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    awake = (pytest.approx(1 - AHEAD_NS, abs=9), 0)
+    now_and_then = ([True] * (TAKEN_MAX - 1) + [False]) * 3
+    spans = awake_for_envelopes(monkeypatch, taken=now_and_then)
+    assert spans == [awake] * len(now_and_then)
+    paused = SHARED_NS // (20 * NS_PER_MS)
+    spans = awake_for_envelopes(monkeypatch, taken=[True] * TAKEN_MAX + [False] * (paused + 5))
+    assert spans[:TAKEN_MAX] == [awake] * TAKEN_MAX
+    assert spans[TAKEN_MAX : TAKEN_MAX + paused - 2] == [(0, 0)] * (paused - 2)
+    assert spans[-3:] == [awake] * 3
 
 
 def with_one_on_its_way(coming: Coming, took_ms: float, dry_run_ms: float = 0) -> KeepWarm:
