@@ -2,8 +2,9 @@
 
 A client says that it is there, what it will send and what it wishes for; then it sends
 observations, and asks for actions in a loop of its own. gRPC knows no sessions: a peer, one
-connection of a client, is a robot, until its call for actions is cut off or it is silent. Handlers
-get and give bytes, which ``wire/lerobot.py`` reads and writes. No model is ever loaded.
+connection of a client, is a robot, until its call for actions is cut off or it is silent. Of a peer
+that two clients share neither is served. Handlers get and give bytes, which ``wire/lerobot.py``
+reads and writes. No model is ever loaded.
 """
 
 from __future__ import annotations
@@ -26,7 +27,15 @@ from ppstream.config.schema import GatewayConfig, PipelineConfig
 from ppstream.core.clock import NS_PER_MS, NS_PER_S, now_ns
 from ppstream.core.errors import PpstreamError, ProtocolError, SpecError
 from ppstream.gateway.key_map import KeyMap
-from ppstream.gateway.lerobot_robot import Observed, ServedRobot, Step
+from ppstream.gateway.lerobot_robot import (
+    QUIET_S,
+    REMEDY,
+    Connection,
+    Observed,
+    ServedRobot,
+    SharedError,
+    Step,
+)
 from ppstream.gateway.request_log import CountedRequest, RequestCounts
 from ppstream.gateway.session import GatewaySession, Reply, gateway_keys, reason_of
 from ppstream.gateway.wires import Access
@@ -53,7 +62,6 @@ REFUSAL_CHARACTERS: Final = 2000  # of a status, which travels as a header
 SPARE_SESSIONS: Final = 8  # beyond the rows: those that a robot has just left, and refused ones
 SPARE_CONNECTIONS: Final = 64  # beyond those
 CALLS_PER_CONNECTION: Final = 8
-PACE_MARGIN: Final = 1.2  # of the actions' own
 ROBOT_CHARACTERS: Final = 64  # of a name
 BYTES_PER_MB: Final = 1_000_000
 STATE: Final = "observation.state"
@@ -78,6 +86,7 @@ class LerobotServer:
         self._sessions_max = config.batch.rows + SPARE_SESSIONS
         self._threads = ThreadPoolExecutor(2 * self._sessions_max, "ppstream-gateway")
         self.robots: dict[str, ServedRobot] = {}  # by peer
+        self._connections: dict[str, Connection] = {}  # by peer
         self._stranger = ServedRobot("a client")  # that is no robot
         self._numbers = itertools.count(1)
         self._server: Any = None
@@ -148,6 +157,20 @@ class LerobotServer:
 
     async def _ready(self, _: bytes, context: Context) -> bytes:
         """A client has started: a robot, or a new episode of one."""
+        connection, robot = self._connection(context), self.robots.get(context.peer())
+        told, status = robot or self._stranger, grpc.StatusCode.FAILED_PRECONDITION
+        if connection.is_starting:
+            await self._refuse(told, context, status, REMEDY)
+        connection.is_starting = True
+        try:
+            if reason := await connection.refusal(robot, self._gateway.silence_s):
+                await self._refuse(told, context, status, reason)
+            await self._begin(context)
+        finally:
+            connection.is_starting = False
+        return EMPTY
+
+    async def _begin(self, context: Context) -> None:
         peer = context.peer()
         is_new = peer not in self.robots
         with (robot := await self._robot(context)).call():
@@ -159,17 +182,16 @@ class LerobotServer:
                 is_ready = await self._in_thread(session.client.wait_ready, limit_s)
                 if is_ready and not is_new:
                     await self._in_thread(session.reset)
+                    robot.restart()
             except PpstreamError as error:
                 is_ready, reason = False, str(error)
             if not is_ready:
                 self._leave(peer)
                 await self._refuse(robot, context, grpc.StatusCode.FAILED_PRECONDITION, reason)
-        return EMPTY
 
     async def _instructions(self, message: bytes, context: Context) -> bytes:
         """A client says what it will send: checked, and never loaded."""
-        robot = await self._robot(context)
-        with robot.call():
+        with self._connection(context).call(), (robot := await self._robot(context)).call():
             try:
                 wanted = decode_instructions(message)
                 lines = differences(self._config, self._gateway, wanted)
@@ -179,7 +201,7 @@ class LerobotServer:
                 self._leave(context.peer())
                 status = grpc.StatusCode.INVALID_ARGUMENT
                 await self._refuse(robot, context, status, "\n".join(lines))
-            robot.actions_max = wanted.actions_per_chunk
+            robot.actions_max, robot.is_fresh = wanted.actions_per_chunk, True
             logger.info(
                 "%s asks for %.64s %.128s on %.64s: served by this run's policy",
                 robot.name,
@@ -190,7 +212,13 @@ class LerobotServer:
         return EMPTY
 
     async def _observations(self, messages: AsyncIterator[bytes], context: Context) -> bytes:
-        robot = await self._robot(context)
+        with self._connection(context).call():
+            return await self._observation(messages, context, await self._robot(context))
+
+    async def _observation(
+        self, messages: AsyncIterator[bytes], context: Context, robot: ServedRobot
+    ) -> bytes:
+        robot.is_fresh = False
         request = self._requests.received(robot.name, now_ns())
         request.begin()
         status = grpc.StatusCode
@@ -213,6 +241,10 @@ class LerobotServer:
         except (ProtocolError, SpecError) as error:
             request.failed("bad_request")
             await self._refuse(robot, context, status.INVALID_ARGUMENT, str(error))
+        except SharedError as error:
+            request.failed("bad_request")
+            self._found_two(context)
+            await self._refuse(robot, context, status.FAILED_PRECONDITION, str(error))
         except PpstreamError as error:
             request.failed(reason_of(error))
             await self._refuse(robot, context, status.FAILED_PRECONDITION, str(error))
@@ -228,25 +260,48 @@ class LerobotServer:
 
     async def _actions(self, _: bytes, context: Context) -> bytes:
         """The newest actions, or nothing after a while: the client asks again at once."""
-        peer = context.peer()
         until_ns = now_ns() + round(WAIT_S * NS_PER_S)
-        robot = self.robots.get(peer)
+        connection, peer = self._connection(context), context.peer()
+        try:
+            with connection.call(asks=True):
+                if not await connection.is_alone():
+                    self._found_two(context)
+                found = EMPTY
+                if not connection.is_shared:
+                    found = await self._next(connection, context, until_ns)
+                limit_s = context.time_remaining()
+                if connection.asking > 1 and (limit_s is None or limit_s > QUIET_S):
+                    self._found_two(context)  # it ends by itself: nobody has cancelled it
+                if connection.is_shared:  # told at once, it would ask again at once
+                    await asyncio.sleep((until_ns - now_ns()) / NS_PER_S)
+                    status = grpc.StatusCode.FAILED_PRECONDITION
+                    await self._refuse(self._stranger, context, status, REMEDY)
+                return found
+        finally:
+            if (robot := self.robots.get(peer)) is not None:
+                robot.arrived.set()  # for a call beside, which had to wait for the end of this one
+
+    async def _next(self, connection: Connection, context: Context, until_ns: int) -> bytes:
+        robot = self.robots.get(context.peer())
         if robot is None:
             await asyncio.sleep(WAIT_S)
             return EMPTY
-        robot.has_asked = True
+        robot.has_asked, robot.is_fresh = True, False
         try:
             with robot.call():
-                while (found := robot.pop()) is None:
+                while not connection.is_shared:
+                    robot.arrived.clear()
+                    if connection.asking == 1 and (found := robot.pop()) is not None:
+                        return self._reply(robot, *found)
                     left_s = (until_ns - now_ns()) / NS_PER_S
                     try:
                         await asyncio.wait_for(robot.arrived.wait(), left_s)
                     except TimeoutError:
-                        return EMPTY
-                return self._reply(robot, *found)
+                        break
+                return EMPTY
         except asyncio.CancelledError:
             if context.time_remaining() is None:  # it set no limit: its connection has ended
-                self._leave(peer)
+                self._leave(context.peer())
             raise
 
     # ---- behind the calls -----------------------------------------------------------------------
@@ -265,19 +320,9 @@ class LerobotServer:
         session = robot.session
         assert session is not None, "opened"
         step = Step(observation.timestep, observation.timestamp)
-        robot.remember(Observed(step, request))
-        self._check_pace(robot, robot.pace.add(step))
+        robot.take(Observed(step, request), self._config.actions.horizon)
+        robot.check_pace(step, NS_PER_S / NS_PER_MS / self._config.actions.dt_ms)
         session.observe(observation.observation, request.received_ns)
-
-    def _check_pace(self, robot: ServedRobot, pace: float) -> None:
-        wanted = NS_PER_S / NS_PER_MS / self._config.actions.dt_ms
-        if pace > PACE_MARGIN * wanted and not robot.is_fast:
-            robot.is_fast = True
-            logger.warning(
-                "%s executes %.1f actions/s, and they are made for %.1f: start it with --fps=%d, "
-                "or set actions.dt_ms",
-                *(robot.name, pace, wanted, round(wanted)),
-            )
 
     def _reply(self, robot: ServedRobot, reply: Reply, answered: Step) -> bytes:
         message = encode_actions(
@@ -291,9 +336,24 @@ class LerobotServer:
         robot.answered(reply)
         return message
 
+    def _connection(self, context: Context) -> Connection:
+        return self._connections.setdefault(context.peer(), Connection())
+
+    def _found_two(self, context: Context) -> None:
+        """Serve neither of two clients: whose actions are whose, nobody can tell."""
+        peer = context.peer()
+        self._connection(context).found_two()
+        if (robot := self.robots.get(peer)) is not None:
+            logger.warning("%s is not served: %s", robot.name, REMEDY)
+            self._leave(peer)
+            robot.arrived.set()
+
     async def _robot(self, context: Context) -> ServedRobot:
         """The robot of a call, with a session: of a client that connects anew, a new one."""
         peer, status = context.peer(), grpc.StatusCode.RESOURCE_EXHAUSTED
+        if self._connection(context).is_shared:
+            shared = grpc.StatusCode.FAILED_PRECONDITION
+            await self._refuse(self._stranger, context, shared, REMEDY)
         robot = self.robots.get(peer)
         if robot is None:
             if len(self.robots) >= self._sessions_max:
@@ -360,6 +420,9 @@ class LerobotServer:
             for peer, robot in list(self.robots.items()):
                 if robot.session is not None and robot.is_silent(now, limit_s):
                     self._leave(peer)
+            for peer, connection in list(self._connections.items()):
+                if connection.is_idle:
+                    del self._connections[peer]
 
     async def _in_thread(self, call: Callable[..., T], *args: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, call, *args)

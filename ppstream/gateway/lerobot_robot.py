@@ -1,24 +1,41 @@
 """ServedRobot: one peer of LeRobot's clients as a robot, and what is known of its calls.
 
-Its server, ``lerobot.py``, calls it from the event loop; only ``remember`` comes from a thread of
-the robot's own.
+Its server, ``lerobot.py``, calls it from the event loop; only ``take`` and ``check_pace`` come from
+a thread of the robot's own. ``Connection`` finds out when two clients share a peer.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final, NamedTuple
 
 from ppstream.analysis.records import RequestError
 from ppstream.core.clock import NS_PER_S, now_ns
+from ppstream.core.errors import PpstreamError
 from ppstream.gateway.request_log import CountedRequest
 from ppstream.gateway.session import GatewaySession, Reply
+
+logger = logging.getLogger("ppstream")
 
 ASKS_WITHIN_S: Final = 5.0  # a client that has asked once asks all the time, or has left
 REMEMBERED: Final = 256  # observations that actions may still come for
 PACE_STEPS: Final = 60  # executed, over which a client's pace is measured
+PACE_MARGIN: Final = 1.2  # of the actions' own
+QUIET_S: Final = 0.5  # between two calls of a client that runs; a cancelled call has ended by then
+LOOK_S: Final = 0.01
+CALL_S: Final = 3.0  # a call for actions ends by then
+SHARED_S: Final = 5.0  # two clients of a connection were seen so lately: neither is served
+REMEDY: Final = (
+    "two clients share this connection, and nothing tells whose actions are whose: give each a "
+    "channel with the option ('grpc.use_local_subchannel_pool', 1), or a process of its own"
+)
+
+
+class SharedError(PpstreamError):
+    """Two clients share a connection; the message is the remedy."""
 
 
 class Step(NamedTuple):
@@ -54,6 +71,68 @@ class Pace:
         return steps / seconds if seconds > 0 else 0.0
 
 
+class Connection:
+    """Calls of one connection, and whether they are of one client alone.
+
+    gRPC lets the clients of a process share a connection, and nothing in a call says whose it is.
+    Each has one call for actions at a time: two at once are of two clients.
+    """
+
+    def __init__(self) -> None:
+        self.calls = 0  # under way, but Ready
+        self.asking = 0  # of them, for actions
+        self.is_starting = False  # a Ready is pending
+        self._begun = 0  # calls ever, but Ready
+        self._shared_ns: int | None = None  # two clients were last seen
+
+    @contextmanager
+    def call(self, *, asks: bool = False) -> Iterator[None]:
+        self._begun += 1
+        self.calls += 1
+        self.asking += asks
+        try:
+            yield
+        finally:
+            self.calls -= 1
+            self.asking -= asks
+
+    @property
+    def is_shared(self) -> bool:
+        return self._shared_ns is not None and now_ns() - self._shared_ns < SHARED_S * NS_PER_S
+
+    @property
+    def is_idle(self) -> bool:
+        """True when nothing is under way, and nothing has to be remembered."""
+        return not self.calls and not self.is_starting and not self.is_shared
+
+    def found_two(self) -> None:
+        self._shared_ns = now_ns()
+
+    async def is_alone(self) -> bool:
+        """True once this call for actions is the only one: others may be cancelled ones."""
+        until_ns = now_ns() + round(QUIET_S * NS_PER_S)
+        while self.asking > 1 and now_ns() < until_ns:
+            await asyncio.sleep(LOOK_S)
+        return self.asking == 1
+
+    async def refusal(self, robot: ServedRobot | None, silence_s: float) -> str:
+        """Reason for which no client can start, as ``robot`` is another one's; empty: it can.
+
+        A robot whose client has stopped, or whose calls it has cancelled, is free soon.
+        """
+        begun, until_ns = self._begun, now_ns() + round(CALL_S * NS_PER_S)
+        if robot is None and not self.calls:
+            return ""
+        while self.calls and self._begun == begun and now_ns() < until_ns:
+            await asyncio.sleep(LOOK_S)
+        await asyncio.sleep(QUIET_S)
+        if self.calls or self._begun != begun or (robot is not None and robot.is_busy):
+            return REMEDY
+        if robot is not None and robot.is_fresh:
+            return f"{REMEDY}; or wait {silence_s:g} s, if one client has started and not called"
+        return ""
+
+
 class ServedRobot:
     """One peer: its session, and what is known of its calls."""
 
@@ -65,13 +144,16 @@ class ServedRobot:
         self.calls = 0
         self.called_ns = now_ns()  # begin or end of the latest
         self.has_asked = False  # for actions
+        self.is_fresh = False  # its client has said what it will send, and not called since
         self.told_ns = 0
-        self.pace = Pace()
-        self.is_fast = False  # faster than the actions, and that is told
+        self._pace = Pace()
+        self._is_fast = False  # faster than the actions, and that is told
         self.is_reading = False  # a call brings an observation
         self.observing: asyncio.Future[None] | None = None  # it, which outlives its call
         self.actions_max: int | None = None  # of a reply; None: all
         self._sent: dict[int, Observed] = {}  # by stamp
+        self._timestep: int | None = None  # the newest since Ready
+        self._before: int | None = None  # and before it
 
     @contextmanager
     def call(self) -> Iterator[None]:
@@ -83,6 +165,17 @@ class ServedRobot:
             self.calls -= 1
             self.called_ns = now_ns()
 
+    def check_pace(self, step: Step, wanted: float) -> None:
+        """Warn once of a client that executes faster than ``wanted`` actions per second."""
+        pace = self._pace.add(step)
+        if pace > PACE_MARGIN * wanted and not self._is_fast:
+            self._is_fast = True
+            logger.warning(
+                "%s executes %.1f actions/s, and they are made for %.1f: start it with --fps=%d, "
+                "or set actions.dt_ms",
+                *(self.name, pace, wanted, round(wanted)),
+            )
+
     @property
     def is_busy(self) -> bool:
         """True while an observation is read, or taken in on a thread."""
@@ -92,7 +185,28 @@ class ServedRobot:
         limit_s = min(silence_s, ASKS_WITHIN_S) if self.has_asked else silence_s
         return not self.calls and now - self.called_ns > limit_s * NS_PER_S
 
-    def remember(self, observation: Observed) -> None:
+    def restart(self) -> None:
+        """Begin a new episode: its steps may be counted anew."""
+        self._before, self._timestep = self._timestep, None
+
+    def take(self, observation: Observed, horizon: int) -> None:
+        """Remember an observation that is the same client's as those before.
+
+        A client executes ``horizon`` steps of its queue at most, forth or, after a new chunk, back.
+
+        Raises:
+            SharedError: its step is of another client.
+        """
+        step, newest, before = observation.step.timestep, self._timestep, self._before
+        if newest is not None:
+            is_back = step < newest - horizon
+            goes_on = before is not None and newest < before - horizon and step >= before
+            if is_back or (goes_on and step > newest + horizon):
+                raise SharedError(f"timestep {step} comes after {newest}, without Ready: {REMEDY}")
+        self._timestep = step
+        self._remember(observation)
+
+    def _remember(self, observation: Observed) -> None:
         while len(self._sent) >= REMEMBERED:
             self._sent.pop(next(iter(self._sent))).request.failed("superseded")
         self._sent[observation.request.received_ns] = observation

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import pickle
@@ -10,6 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -56,8 +58,8 @@ def lerobot_gated(**changes: Any) -> Iterator[tuple[Server, Gateway]]:
         yield found
 
 
-def robot_of(gateway: Gateway) -> Any:
-    return robot_at(gateway.server.address)
+def robot_of(gateway: Gateway, *, shares: bool = False) -> Any:
+    return robot_at(gateway.server.address, shares=shares)
 
 
 def robot_in(gateway: Gateway) -> Any:
@@ -604,6 +606,142 @@ def test_two_robots_are_answered_with_their_own() -> None:
             assert one.ask(timestep=step)[0].timestep == step
             assert other.ask(timestep=100 + step)[0].timestep == 100 + step
         assert all(row.session for row in rank0.rows)
+
+
+OWN_CONNECTION = "('grpc.use_local_subchannel_pool', 1), or a process of its own"
+
+
+@contextmanager
+def sharing(gateway: Gateway) -> Iterator[tuple[Robot, Robot]]:
+    """Two clients of one process, as gRPC connects them; the first has started."""
+    with robot_of(gateway, shares=True) as one, robot_of(gateway, shares=True) as other:
+        one.start()
+        yield one, other
+        assert len(gateway.server.robots) <= 1, "they do not share"
+
+
+def is_told_of_two(call: Any, *args: Any, **more: Any) -> bool:
+    code, said = error_of(call, *args, **more)
+    return code == "FAILED_PRECONDITION" and OWN_CONNECTION in said
+
+
+def test_a_client_on_the_connection_of_another_is_refused_at_its_start() -> None:
+    with lerobot_gated(rows=2) as (_, gateway), sharing(gateway) as (one, other):
+        assert is_told_of_two(other.start)  # one has called nothing since
+        one.ask()
+        waiting = one.actions_call.future(b"")
+        wait_until(lambda: robot_in(gateway).calls)
+        starting = other.ready_call.future(b"")
+        assert is_told_of_two(other.start)  # a Ready is pending
+        one.send(timestep=3)
+        assert timed_actions(waiting.result())[0].timestep == 3
+        assert is_told_of_two(starting.result)
+        assert one.ask(timestep=4)[0].timestep == 4
+
+
+def test_two_clients_that_ask_for_actions_on_one_connection_get_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(lerobot_robot, "SHARED_S", 1.0)
+    monkeypatch.setattr(lerobot, "WAIT_S", 0.8)
+    with lerobot_gated() as (rank0, gateway), sharing(gateway) as (one, other):
+        first = one.actions_call.future(b"")
+        wait_until(lambda: robot_in(gateway).calls)
+        second = other.actions_call.future(b"")
+        time.sleep(0.1)  # both wait, and nobody has told them apart
+        with suppress(grpc.RpcError):
+            other.send(timestep=100)
+        assert is_told_of_two(first.result)
+        assert is_told_of_two(second.result)
+        assert is_told_of_two(one.send)
+        assert is_told_of_two(other.start)
+        assert gateway.server.robots == {}
+        wait_until(lambda: not rank0.rows[0].session)
+
+        def is_served_again() -> bool:
+            with suppress(grpc.RpcError):
+                return bool(one.ask(timestep=7)[0].timestep == 7)
+            return False
+
+        wait_until(is_served_again)  # the other has gone
+
+
+def test_two_clients_of_a_robot_that_nobody_knows_are_told_apart(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(lerobot, "WAIT_S", 0.8)
+    with (
+        lerobot_gated() as (_, gateway),
+        robot_of(gateway, shares=True) as one,
+        robot_of(gateway, shares=True) as other,
+    ):
+        calls = [robot.actions_call.future(b"") for robot in (one, other)]
+        assert sum(is_told_of_two(call.result) for call in calls if call.exception()) >= 1
+        assert is_told_of_two(one.send)
+
+
+def test_a_step_of_another_clients_queue_is_not_taken() -> None:
+    with lerobot_gated() as (_, gateway), sharing(gateway) as (one, other):
+        one.ask(timestep=500)
+        one.ask(timestep=497)  # of a chunk that came late
+        found = error_of(other.send, observed(timestep=3))
+        assert "timestep 3 comes after 497, without Ready: two clients share" in found[1]
+        assert is_told_of_two(one.send, timestep=501)
+
+
+def test_a_client_that_goes_on_behind_the_start_of_another_is_not_answered_for_it() -> None:
+    with lerobot_gated() as (_, gateway), sharing(gateway) as (one, other):
+        one.ask(timestep=500)
+        other.start()  # one is between two calls
+        other.ask(timestep=0)
+        assert is_told_of_two(one.send, timestep=501)
+
+
+def test_a_call_that_its_client_cancelled_keeps_no_client_from_its_actions() -> None:
+    with lerobot_gated() as (_, gateway), robot_of(gateway) as robot:
+        robot.start()
+        for step in range(20):
+            with pytest.raises(grpc.RpcError):
+                robot.actions_call(b"", timeout=0.02)
+            robot.send(timestep=step)
+            assert timed_actions(robot.actions_call(b""))[0].timestep == step
+        with pytest.raises(grpc.RpcError):
+            robot.actions_call(b"", timeout=0.05)
+        robot.start()
+        assert robot.ask()
+
+
+def test_ready_waits_for_the_end_of_the_calls_of_its_client(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(lerobot, "WAIT_S", 0.5)
+    with lerobot_gated() as (rank0, gateway), robot_of(gateway) as robot:
+        robot.start()
+        robot.ask(timestep=500)
+        session = rank0.rows[0].session
+        waiting = robot.actions_call.future(b"")
+        wait_until(lambda: robot_in(gateway).calls)
+        robot.start()
+        assert timed_actions(waiting.result()) == []
+        assert rank0.rows[0].session == session
+        assert robot.ask(timestep=0)[0].timestep == 0
+
+
+def test_what_is_kept_of_connections_does_not_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lerobot_robot, "ASKS_WITHIN_S", 0.1)
+    kinds = (lerobot_robot.Connection, lerobot_robot.ServedRobot)
+
+    def kept() -> int:
+        gc.collect()
+        return sum(type(one) in kinds for one in gc.get_objects())
+
+    before = kept()
+    with lerobot_gated(silence_s=0.4) as (_, gateway):
+        for _ in range(4):
+            with robot_of(gateway) as robot:
+                robot.start()
+                robot.ask()
+        wait_until(lambda: kept() - before <= 3)  # strangers, and the last that were looked at
 
 
 def test_replies_count_as_executed_for_reports_and_ages() -> None:

@@ -108,10 +108,13 @@ def pieces(whole: bytes, most: int = PIECE_BYTES) -> list[bytes]:
 
 
 class Robot:
-    """The four calls of a client, on one channel."""
+    """The four calls of a client, on one channel.
 
-    def __init__(self, address: str) -> None:
-        options = (("grpc.use_local_subchannel_pool", 1),)  # a connection of its own
+    ``shares``: the connection of others of this process, as LeRobot's clients do.
+    """
+
+    def __init__(self, address: str, *, shares: bool = False) -> None:
+        options = () if shares else (("grpc.use_local_subchannel_pool", 1),)
         self.channel = grpc.insecure_channel(address, options=options)
         service = "/transport.AsyncInference/"
         self.ready_call = self.channel.unary_unary(service + "Ready")
@@ -150,8 +153,8 @@ def rows_of(found: list[TimedAction]) -> np.ndarray[Any, Any]:
 
 
 @contextmanager
-def robot_at(address: str) -> Iterator[Robot]:
-    robot = Robot(address)
+def robot_at(address: str, *, shares: bool = False) -> Iterator[Robot]:
+    robot = Robot(address, shares=shares)
     try:
         yield robot
     finally:
