@@ -307,10 +307,12 @@ class GatewaySession:
         return answer.chunk
 
     def _in_force(self) -> ActionChunk | None:
-        """The newest chunk, if it may be executed, and was made for this prompt and episode."""
+        """The newest chunk, if it may be executed, and is of this prompt, episode and session."""
         newest = self._newest
         if newest is None or newest.window_end_ns < self._since_ns:
             return None
+        if newest.session != self.client.session:
+            return None  # of a run before this one
         return newest if now_ns() < newest.expires_ns else None
 
     def _reply(self, chunk: ActionChunk, prompt: str | None) -> Reply:

@@ -156,9 +156,14 @@ class RobotClient:
         wait_open(self._link, timeout_s, say)
 
     @property
+    def session(self) -> int:
+        """Identity of the session that is open, as far as this side knows; 0: none."""
+        return self._session.session
+
+    @property
     def connected(self) -> bool:
         """True when a session is open, as far as this side knows."""
-        return self._session.session != 0
+        return self.session != 0
 
     @property
     def failure(self) -> str | None:
@@ -176,13 +181,10 @@ class RobotClient:
 
         False for good once the receiving thread has ended or the client was closed.
         """
-        is_over = self.timeline.is_closed or self.failure is not None
-        return self._session.executable and not is_over
+        return self._session.executable and not (self.timeline.is_closed or self.failure)
 
     def wait_ready(self, timeout_s: float | None = None, *, say: Say | None = None) -> bool:
-        """Wait for a phase in which actions may be executed; False when it did not come in time.
-
-        ``say`` as ``connect``.
+        """Wait until the phase permits actions; False: not in time. ``say`` as ``connect``.
 
         Raises:
             PpstreamError: ``connect`` was not called, or the client was closed.
@@ -294,8 +296,7 @@ class RobotClient:
     def instruct(self, text: str) -> int:
         """Ask the policy to follow ``text`` from now on, through reconnects; empty: nothing.
 
-        Returns:
-            The conditioning epoch; ``conditioned`` names it once the policy follows, or why not.
+        Returns the epoch; ``conditioned`` names it once the policy follows, or why not.
 
         Raises:
             SpecError: the text is too long for the wire or not UTF-8.
@@ -316,8 +317,7 @@ class RobotClient:
         return self._session.conditioned
 
     def wait_conditioned(self, epoch: int, timeout_s: float) -> Conditioned | None:
-        """Wait for the answer to the instruction of ``epoch``, or a newer one; None: it did not
-        come in ``timeout_s``, or the client was closed.
+        """Wait for the answer to the instruction ``epoch``, or a newer; None: late, or closed.
 
         Raises:
             PpstreamError: ``connect`` was not called.

@@ -268,6 +268,22 @@ def test_a_run_that_is_gone_is_told_and_found_again() -> None:
             wait_until(lambda: not isinstance(robot.ask(), str))
 
 
+def test_newest_is_no_chunk_of_the_run_before() -> None:
+    config = slow_config(f"tcp://127.0.0.1:{free_port()}")
+    with ExitStack() as stack:
+        with serving(config, **LONG_LIVED) as rank0:
+            gateway = stack.enter_context(gateway_to(rank0, config, answer="newest"))
+            robot = stack.enter_context(gateway.robot())
+            robot.send(observation())
+            wait_until(lambda: rank0.rows[0].rings["joints"].newest_ns > 0)
+            emit(rank0, 7)
+            before = robot.receive()["actions"]
+        with serving(config, answers=True, **LONG_LIVED) as rank0:
+            wait_until(lambda: rank0.rows[0].session)
+            after = robot.ask()["actions"]
+    assert not (after == before).all()
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
