@@ -37,6 +37,7 @@ T = TypeVar("T")
 class _Part(msgspec.Struct):
     start: int
     end: int
+    original_key: str = STATE
 
 
 class _Camera(msgspec.Struct):
@@ -72,13 +73,14 @@ def run_of(place: str) -> str:
     path = Path(place)
     if path.is_dir() and not (path / "meta" / MODALITY).exists():
         return _text(place, _lerobot(place, _read(path / "meta" / INFO, _Info)), "LeRobot")
+    modality = _read(path / "meta" / MODALITY if path.is_dir() else path, _Modality)
+    parts = modality.state.items()  # streams are concatenated as a dataset's vector is
+    modality.state = dict(sorted(parts, key=lambda one: (one[1].original_key, one[1].start)))
     if path.is_dir():
-        modality = _read(path / "meta" / MODALITY, _Modality)
         info = _read(path / "meta" / INFO, _Info)
-        return _text(place, _streams(place, modality, info) | _gateway(modality))
-    modality = _read(path, _Modality)
+        return _text(place, _streams(place, modality, info) | _gateway(place, modality))
     numbers = ", ".join(f"{key} {part.end - part.start}" for key, part in modality.state.items())
-    return f"# Numbers of the streams: {numbers}\n" + _text(place, _gateway(modality))
+    return f"# Numbers of the streams: {numbers}\n" + _text(place, _gateway(place, modality))
 
 
 def _text(place: str, table: Mapping[str, Any], whose: str = "GR00T") -> str:
@@ -89,28 +91,27 @@ def _lerobot(place: str, info: _Info) -> dict[str, Any]:
     """Streams, actions and gateway of LeRobot's own clients, which send a number by each motor.
 
     Raises:
-        ConfigError: the dataset has no names of motors.
+        ConfigError: the dataset has no names of motors, or two would be the same.
     """
     motors = _names(info.features.get(STATE))
     if not motors:
         raise ConfigError([f"{place}: {INFO} has no names of {STATE}, want one of each motor"])
     cameras = [key.removeprefix(IMAGES) for key in info.features if key.startswith(IMAGES)]
-    keys: dict[str, Any] = {JOINTS: motors}
+    names = [(key, _name(f"{key}_camera" if key == JOINTS else key)) for key in cameras]
+    keys = _unique(place, [("the motors", JOINTS), *names, ("task", PROMPT)])
     rate = {"max_request_hz": info.fps}  # a client sends as it needs actions, each step at most
     streams: list[dict[str, Any]] = [{"name": JOINTS, "dim": len(motors), **rate}]
-    for key in cameras:
-        name = _name(f"{key}_camera" if key == JOINTS else key)
-        keys[name] = key
+    for key, name in names:
         streams.append(_frames(place, name, info, IMAGES + key) | rate)
     return {
         "streams": streams,
         "window": {"steps": 1, "dt_ms": 1e3 / info.fps},
         "actions": {
-            "names": [_name(one) for one in _names(info.features.get(ACTION)) or motors],
+            "names": _actions(place, _names(info.features.get(ACTION)) or motors),
             "dt_ms": 1e3 / info.fps,
         },
         "policy": {"instructions": True},
-        "gateway": [{"wire": "lerobot", "map": {**keys, PROMPT: "task"}}],
+        "gateway": [{"wire": "lerobot", "map": {**keys, JOINTS: motors}}],
     }
 
 
@@ -140,31 +141,36 @@ def _frames(place: str, name: str, info: _Info, key: str) -> dict[str, Any]:
     return {"name": name, "image": {"height": height, "width": width}}
 
 
-def _gateway(modality: _Modality) -> dict[str, Any]:
-    keys = {_name(key): f"state.{key}" for key in modality.state}
-    keys |= {_camera(key, modality): f"video.{key}" for key in modality.video}
+def _gateway(place: str, modality: _Modality) -> dict[str, Any]:
+    """The gateway, and that the policy takes instructions, if the dataset has some.
+
+    Raises:
+        ConfigError: two parts would have one name.
+    """
+    names = [(f"state.{key}", _name(key)) for key in modality.state]
+    names += [(f"video.{key}", _camera(key, modality)) for key in modality.video]
     annotations = [f"annotation.{key}" for key in modality.annotation]
-    if found := [key for key in annotations if TASK in key] or annotations:
-        keys[PROMPT] = found[0]
+    found = [key for key in annotations if TASK in key] or annotations
+    keys = _unique(place, names + [(key, PROMPT) for key in found[:1]])
     parts = {key: [part.start, part.end] for key, part in modality.action.items()}
     gateway = [{"wire": "groot", "map": keys, "action_keys": parts}]
     return ({"policy": {"instructions": True}} if found else {}) | {"gateway": gateway}
 
 
 def _streams(place: str, modality: _Modality, info: _Info) -> dict[str, Any]:
-    """Rates, sizes and names of a run.
+    """Rates, sizes and names of a run; a client sends as it needs actions, each step at most.
 
     Raises:
-        ConfigError: the two files disagree.
+        ConfigError: the two files disagree, or two actions would have one name.
     """
     dt_ms = 1e3 / info.fps
     streams: list[dict[str, Any]] = [
-        {"name": _name(key), "dim": part.end - part.start, "rate_hz": info.fps}
+        {"name": _name(key), "dim": part.end - part.start, "max_request_hz": info.fps}
         for key, part in modality.state.items()
     ]
     for key, camera in modality.video.items():
         name, place_of = _camera(key, modality), camera.original_key or f"{IMAGES}{key}"
-        streams.append(_frames(place, name, info, place_of) | {"rate_hz": info.fps})
+        streams.append(_frames(place, name, info, place_of) | {"max_request_hz": info.fps})
     action = info.features.get(ACTION)
     total = max(part.end for part in modality.action.values())
     names = action.names if action is not None else None
@@ -173,13 +179,33 @@ def _streams(place: str, modality: _Modality, info: _Info) -> dict[str, Any]:
     return {
         "streams": streams,
         "window": {"steps": 1, "dt_ms": dt_ms},
-        "actions": {"names": [_name(one) for one in names], "dt_ms": dt_ms},
+        "actions": {"names": _actions(place, names), "dt_ms": dt_ms},
     }
 
 
 def _camera(key: str, modality: _Modality) -> str:
     """Name of a camera's stream, which no part of the state may have."""
-    return _name(f"{key}_camera" if key in modality.state else key)
+    is_taken = _name(key) in map(_name, modality.state)
+    return _name(f"{key}_camera" if is_taken else key)
+
+
+def _actions(place: str, names: list[Any]) -> list[str]:
+    return list(_unique(place, [(str(one), _name(one)) for one in names]))
+
+
+def _unique(place: str, names: list[tuple[str, str]]) -> dict[str, Any]:
+    """Returns the key of each name, of pairs of both.
+
+    Raises:
+        ConfigError: two keys would have one name.
+    """
+    keys: dict[str, Any] = {}
+    for key, name in names:
+        if name in keys:
+            both = f"{keys[name]!r} and {key!r} would both be called {name!r}"
+            raise ConfigError([f"{place}: {both}, want a name each: rename one of them"])
+        keys[name] = key
+    return keys
 
 
 def _name(text: Any) -> str:

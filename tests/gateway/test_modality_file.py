@@ -104,7 +104,7 @@ def test_a_dataset_without_names_of_motors_is_refused(state: Any, tmp_path: Path
 def test_a_dataset_and_what_the_user_decides_make_a_run(tmp_path: Path) -> None:
     config = run_with(tomllib.loads(run_of(str(dataset(tmp_path)))))
     assert list(gateway_problems(config)) == []
-    sizes = [(one.name, one.dim, one.rate_hz) for one in config.streams]
+    sizes = [(one.name, one.dim, one.max_request_hz) for one in config.streams]
     assert sizes == [
         ("single_arm", 5, 20.0),
         ("gripper", 1, 20.0),
@@ -114,6 +114,47 @@ def test_a_dataset_and_what_the_user_decides_make_a_run(tmp_path: Path) -> None:
     assert config.actions.names[0] == "m0_pos"
     assert config.gateway[0].map["prompt"] == "annotation.human.task_description"
     assert config.gateway[0].map["gripper_camera"] == "video.gripper"
+
+
+def test_streams_are_in_the_order_of_the_datasets_vector(tmp_path: Path) -> None:
+    state = {"gripper": ARM["gripper"], "single_arm": ARM["single_arm"]}
+    config = run_with(tomllib.loads(run_of(str(dataset(tmp_path, {**MODALITY, "state": state})))))
+    assert [one.name for one in config.streams][:2] == ["single_arm", "gripper"]
+
+
+LEFT = {"left.arm": {"start": 0, "end": 5}, "left_arm": {"start": 5, "end": 6}}
+TWICE = {"action": {"shape": [6], "names": ["m.0", "m_0", *MOTORS[2:]]}}
+
+
+@pytest.mark.parametrize(
+    ("modality", "features", "both"),
+    [
+        ({"state": LEFT}, {}, "'state.left.arm' and 'state.left_arm'"),
+        ({"video": {"front.1": {}, "front_1": {}}}, {}, "'video.front.1' and 'video.front_1'"),
+        ({"state": {"prompt": {"start": 0, "end": 6}}}, {}, "'state.prompt' and 'annotation."),
+        ({}, TWICE, "'m.0' and 'm_0'"),
+    ],
+)
+def test_keys_that_would_have_one_name_are_refused_by_both(
+    tmp_path: Path, modality: Any, features: Any, both: str
+) -> None:
+    front = {f"observation.images.{key}": {"shape": [8, 8, 3]} for key in ("front.1", "front_1")}
+    info = INFO | {"features": INFO["features"] | front | features}
+    with pytest.raises(ConfigError) as caught:
+        run_of(str(dataset(tmp_path, MODALITY | modality, info)))
+    assert both in str(caught.value)
+    assert "would both be called" in str(caught.value)
+
+
+def test_cameras_and_motors_of_lerobot_that_would_have_one_name_are_refused(
+    tmp_path: Path,
+) -> None:
+    camera = {"observation.images.front.": {"shape": [8, 8, 3]}}
+    other = {"observation.images.front_": {"shape": [8, 8, 3]}}
+    folder = dataset(tmp_path, info=SO101 | {"features": SO101["features"] | camera | other})
+    (folder / "meta/modality.json").unlink()
+    with pytest.raises(ConfigError, match=r"'front\.' and 'front_' would both be called 'front_'"):
+        run_of(str(folder))
 
 
 def test_a_file_alone_gives_the_gateway(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
