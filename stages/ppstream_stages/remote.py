@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
+from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
@@ -306,6 +307,7 @@ def _problems(options: Options, device: torch.device) -> Iterator[str]:
     for key, (first, end) in options.numbers.items():
         if not first < end <= options.dim:
             yield f"numbers.{key}: got [{first}, {end}], want a part of the {options.dim} values"
+    yield from _clashes(options)
     if options.instructions and options.prompt is None:
         yield "prompt: missing, want the key of the instruction"
     if not is_groot:
@@ -322,3 +324,14 @@ def _problems(options: Options, device: torch.device) -> Iterator[str]:
             f"action_keys: want each of the {options.action_dim} actions in one key, such as "
             f"{{ arm = [0, {options.action_dim}] }}"
         )
+
+
+def _clashes(options: Options) -> Iterator[str]:
+    """Keys of which one request cannot have both; for openpi what is before a dot is a map."""
+    texts = [] if options.prompt is None else [options.prompt]
+    keys = sorted([*options.numbers, *options.cameras, *texts])
+    for one, other in combinations(keys, 2):
+        if one == other:
+            yield f"{one}: it is the key of two of numbers, cameras and prompt, want a key each"
+        elif options.wire == "openpi" and other.startswith(f"{one}."):
+            yield f"{one}, {other}: the first is a map of the second, want another key for one"

@@ -557,6 +557,16 @@ def test_an_answer_of_groot_in_another_form_is_a_fault_that_says_why(
 @pytest.mark.parametrize(
     ("options", "said"),
     [
+        (
+            {**OPTIONS, "url": "ws://a", "numbers": {"a.b": [0, 7], "a": [7, 8]}},
+            "a, a.b: the first is a map",
+        ),
+        (
+            {**OPTIONS, "url": "ws://a", "prompt": "images"},
+            "images, images.wrist: the first is a map",
+        ),
+        ({**OPTIONS, "url": "ws://a", "prompt": "gripper"}, "gripper: it is the key of two of"),
+        ({**GROOT, "url": "tcp://a", "prompt": "state.arm"}, "state.arm: it is the key of two"),
         ({**OPTIONS, "url": "http://a"}, "url: got 'http://a', want ws:// or wss://HOST:PORT"),
         ({**GROOT, "url": "ws://a"}, "url: got 'ws://a', want tcp://HOST:PORT"),
         ({**OPTIONS, "url": "ws://a", "numbers": {"a": [3, 9]}}, "numbers.a: got [3, 9]"),
