@@ -76,6 +76,11 @@ class ImageConfig(Table, frozen=True):
         height, width = self.resize or (self.height, self.width)
         return height, width
 
+    @property
+    def is_plain(self) -> bool:
+        """True when a policy reads 0..1, not normalised."""
+        return set(self.mean) == {0.0} and set(self.std) == {1.0}
+
 
 class RecordedAs(Table, frozen=True, kw_only=True):
     """Location of a stream's samples in a PX4 ULog, a ROS bag or an MCAP file made by others."""

@@ -274,8 +274,7 @@ def _frames_text(image: ImageConfig) -> str:
     """Words what a policy reads of a camera: ``newest frame at 96 x 96, float32 0..1``."""
     newest = "newest frame" if image.frames == 1 else f"newest {image.frames} frames"
     height, width = image.size
-    is_plain = set(image.mean) == {0.0} and set(image.std) == {1.0}
-    values = "0..1" if is_plain else "less mean, over std"
+    values = "0..1" if image.is_plain else "less mean, over std"
     return f"{newest} as 3 x {height} x {width} {image.dtype} {values}"
 
 

@@ -223,6 +223,7 @@ def policy_problems(
         label = f"part {part.name!r} " if len(parts) > 1 else ""
         later = {spec.name: p.name for p in parts[index + 1 :] for spec in p.outputs}
         texts = [*_input_problems(there, makers, part.inputs, later, is_cut=len(parts) > 1)]
+        texts += _frames_problems(config, part)
         texts += _output_problems(part.outputs, there)
         is_last = part is parts[-1]
         if is_last:
@@ -244,6 +245,18 @@ def policy_problems(
         if not (0 < len(name) <= NAME_MAX and name.isprintable())
     )
     return found
+
+
+def _frames_problems(config: PipelineConfig, part: PartSpecs) -> Iterator[str]:
+    """Yields the cameras whose frames would be normalised twice."""
+    read = {spec.name for spec in part.inputs if part.plain_frames}
+    for stream in config.streams:
+        image = stream.image
+        if image is not None and f"{stream.name}.frames" in read and not image.is_plain:
+            yield (
+                f"normalises the frames of {stream.name} itself: streams.{stream.name}.image has "
+                f"mean {list(image.mean)} and std {list(image.std)}, want neither"
+            )
 
 
 def _input_problems(

@@ -63,6 +63,7 @@ class PartSpecs(msgspec.Struct, frozen=True):
     outputs: tuple[TensorSpec, ...]
     stateless: bool = False  # keeps nothing from call to call
     needs_samples: bool = False  # of every stream that it reads, whatever it knows of holes
+    plain_frames: bool = False  # of 0..1: it normalises them itself
 
 
 def specs_of(parts: Sequence[Policy]) -> tuple[PartSpecs, ...]:
@@ -74,6 +75,7 @@ def specs_of(parts: Sequence[Policy]) -> tuple[PartSpecs, ...]:
             tuple(part.outputs),
             is_stateless(part),
             bool(getattr(part, "needs_samples", False)),
+            bool(getattr(part, "plain_frames", False)),
         )
         for part in parts
     )

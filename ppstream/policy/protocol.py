@@ -40,7 +40,8 @@ class Policy(Protocol):
     ``max_age_ms``, or a camera has fewer than F frames; of one on request, which sends the next
     behind the answer, one is enough. Steps and frames before an episode's first sample are zeros.
     For one that sets ``needs_samples = True`` that holds of every stream, whatever it names, but of
-    a camera that it can see one frame is enough.
+    a camera that it can see one frame is enough. One that sets ``plain_frames = True`` normalises
+    frames itself: a camera that it reads has ``mean`` 0 and ``std`` 1.
 
     With ``actions.prefix_steps`` there are ``executed_prefix [P, action_dim]`` float32, the actions
     that the robot executes at the first P steps of the next chunk, and ``delay_steps []`` int64,

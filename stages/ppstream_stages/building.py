@@ -68,6 +68,7 @@ class PartNetwork(nn.Module):
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
     needs_samples = False  # of every stream, even where it reads which are missing
+    plain_frames = False  # of 0..1: it normalises them itself
     shards = False  # over the ranks of a mesh, where it has one; shares no weights then
 
     def cast(self, dtype: torch.dtype) -> None:
@@ -120,7 +121,7 @@ class NetworkPart:
         self._mesh = mesh if network.shards else None
         self._is_sharded = False
         self.weights = {key: tuple(weight.shape) for key, weight in network.named_parameters()}
-        self.needs_samples = network.needs_samples
+        self.needs_samples, self.plain_frames = network.needs_samples, network.plain_frames
         if hasattr(network, "instruct"):
             self.instruct = network.instruct
 

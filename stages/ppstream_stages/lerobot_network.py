@@ -174,6 +174,7 @@ class LeRobotNetwork(PartNetwork):
     """
 
     needs_samples = True  # it pads the frames before the first, and knows of no other hole
+    plain_frames = True  # with the numbers of the folder
     #: Beginnings of names in a folder's file that only training needs.
     unused: tuple[str, ...] = ()
 

@@ -208,6 +208,8 @@ def fitted(frames: Tensor, side: int) -> Tensor:
 class Pi0Vision(PartNetwork):
     """The part ``vision``."""
 
+    plain_frames = True
+
     def __init__(self, sizes: VlaSizes, form: NetworkForm, choices: Choices) -> None:
         super().__init__()
         self.inputs = tuple(spec for spec in choices.reads.specs if spec.name.endswith(".frames"))

@@ -95,6 +95,8 @@ class _Vain:
 class RemotePolicy:
     """As ``Policy``, on the CPU: a client of a policy server."""
 
+    plain_frames = True  # the server gets pixels
+
     def __init__(self, options: Options, open_link: Callable[[int], Link]) -> None:
         self.inputs = tuple(_inputs(options))
         self.outputs = (TensorSpec("actions", (options.horizon, options.action_dim)),)

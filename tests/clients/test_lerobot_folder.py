@@ -206,6 +206,29 @@ def test_the_run_of_the_run_book_fits_and_another_does_not(so101: Path) -> None:
     assert len(caught.value.problems) == 2
 
 
+@pytest.mark.parametrize("kind", ["act", "diffusion"])
+def test_a_camera_with_its_own_mean_and_std_is_refused(
+    so101: Path, tmp_path: Path, kind: str
+) -> None:
+    folder = saved(tmp_path / "pick", kind=kind, has_camera=True)
+    weights = f"policy.weights={folder / 'model.safetensors'}"
+    settings = [weights, "policy.options.steps=2", "window.steps=2"]
+    if kind == "diffusion":
+        settings += ["policy.options.horizon=7", "actions.horizon=7"]
+        settings += ["streams.front.image.frames=2"]
+    own = [
+        "streams.front.image.mean=[0.485, 0.456, 0.406]",
+        "streams.front.image.std=[0.229, 0.224, 0.225]",
+    ]
+    plain, config = read(str(so101), settings), read(str(so101), settings + own)
+    parts = specs_of(build_parts(config, torch.device("cpu")))
+    places_of(plain, parts, input_specs(plain), inline=True)
+    with pytest.raises(ConfigError) as caught:
+        places_of(config, parts, input_specs(config), inline=True)
+    (problem,) = caught.value.problems
+    assert "normalises the frames of front itself: streams.front.image has mean [0.485," in problem
+
+
 def test_a_policy_of_diffusion_fits_with_the_changes_that_the_run_book_names(
     so101: Path, tmp_path: Path
 ) -> None:

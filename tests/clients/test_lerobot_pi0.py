@@ -408,11 +408,15 @@ def test_the_run_of_the_run_book_gives_these_actions_on_one_and_more_ranks(
     assert (known["actions"] - kept).abs().max() <= CLOSE["linear"]
 
 
+OWN_MEAN = "streams.front.image.mean=[0.5, 0.5, 0.5]"
+
+
 def test_another_window_does_not_fit(described: Path) -> None:
-    config = read(str(described), ["streams.joints.dim=5", "actions.prefix_steps=5"])
+    config = read(str(described), ["streams.joints.dim=5", "actions.prefix_steps=5", OWN_MEAN])
     parts = specs_of(build_parts(config, torch.device("cpu")))
     with pytest.raises(ConfigError) as caught:
         places_of(config, parts, input_specs(config))
     said = "; ".join(caught.value.problems)
     assert "state.values" in said
     assert "executed_prefix" in said
+    assert "normalises the frames of front itself" in said

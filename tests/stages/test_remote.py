@@ -26,6 +26,9 @@ from websockets.server import ServerProtocol
 from ppstream import ConfigError, RobotClient
 from ppstream.config.load import read
 from ppstream.core.errors import ExitCode
+from ppstream.ingest.window import input_specs
+from ppstream.policy.compatibility import build_parts, policy_problems
+from ppstream.policy.parts import specs_of
 from ppstream.wire import groot
 from ppstream.wire.openpi import encode
 from ppstream_stages.remote import RemotePolicy, ServerError, build
@@ -629,6 +632,13 @@ def test_a_run_with_the_shipped_configuration_serves_the_policy_of_another_serve
                 assert (actions == values).all()
             ranks.processes[0].terminate()
             assert ranks.wait() == [ExitCode.DRAINED]
+
+
+def test_a_camera_that_is_normalised_here_is_no_picture_there() -> None:
+    config = read("remote_droid", ["streams.wrist.image.std=[0.2, 0.2, 0.2]"])
+    parts = specs_of(build_parts(config, CPU))
+    (problem,) = policy_problems(config, input_specs(config), parts)
+    assert "streams.wrist.image has mean [0.0, 0.0, 0.0] and std [0.2, 0.2, 0.2]" in problem
 
 
 def test_the_run_book_shows_the_shipped_configuration() -> None:
