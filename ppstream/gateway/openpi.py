@@ -278,6 +278,8 @@ class OpenpiServer:
             if not isinstance(episode, str | bytes | int):
                 kind = type(episode).__name__
                 raise ProtocolError(f"{EPISODE}: got {kind}, want a text or a whole number")
+            if isinstance(episode, bytes):
+                episode = episode.decode(errors="surrogateescape")  # to be compared, never shown
             session.follow_episode(str(episode))
         return await session.answer(asked, request.received_ns)
 
