@@ -168,7 +168,7 @@ def has_spare_cpus(root: Path = Path("/")) -> bool:
 
 
 def preemptions() -> int:
-    """How often another thread took the calling thread's CPU, also by ``sched_yield``."""
+    """Counts how often another thread took the calling thread's CPU, also by ``sched_yield``."""
     return resource.getrusage(resource.RUSAGE_THREAD).ru_nivcsw
 
 

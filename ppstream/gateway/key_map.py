@@ -218,11 +218,15 @@ def _at(observation: Mapping[str, Any], key: str) -> Any:
 
 
 def _put(observation: dict[str, Any], key: str, value: Any) -> None:
+    """Put a value where its key is looked for: literally, where another key is a part of it."""
     head, dot, rest = key.partition(".")
-    if dot:
-        _put(observation.setdefault(head, {}), rest, value)
-    else:
-        observation[key] = value
+    if dot and isinstance(observation.setdefault(head, {}), dict):
+        _put(observation[head], rest, value)
+        return
+    inner = observation.get(key)
+    observation[key] = value
+    if isinstance(inner, dict):
+        observation.update({f"{key}.{name}": other for name, other in inner.items()})
 
 
 def _kind(value: Any) -> str:

@@ -174,3 +174,12 @@ def test_the_example_fits_the_map() -> None:
     assert set(key_map.samples(example)) == {"joints", "gripper", "wrist"}
     assert key_map.prompt(example)
     assert example["images"]["wrist"].shape == (8, 6, 3)
+
+
+@pytest.mark.parametrize(("joints", "gripper"), [("a", "a.b"), ("a.b", "a")])
+def test_an_example_has_a_key_that_is_a_part_of_another_one(joints: str, gripper: str) -> None:
+    key_map = droid_map(joints={"key": joints}, gripper={"key": gripper})
+    example = key_map.example()
+    assert {"a", "a.b"} < set(example)
+    samples = key_map.samples(example)
+    assert [samples[name].shape for name in ("joints", "gripper")] == [(7,), (1,)]
