@@ -13,12 +13,19 @@ from dataclasses import replace
 from itertools import chain, pairwise
 from typing import Final
 
+from ppstream.analysis.age_advice import Model, in_ms
 from ppstream.analysis.audits import audit_all
 from ppstream.analysis.compiler_counts import compiled_parts_seen
 from ppstream.analysis.contention import alone
 from ppstream.analysis.device_times import clocks_seen, stages_on_device
 from ppstream.analysis.memory_use import memory_use
-from ppstream.analysis.period_model import deeper, limiting_term, period, window_star
+from ppstream.analysis.period_model import (
+    deeper,
+    limiting_term,
+    period,
+    shallower,
+    window_star,
+)
 from ppstream.analysis.place_table import better_cut, place_rows
 from ppstream.analysis.records import Envelope, Json, RunLog
 from ppstream.analysis.requests import is_on_request, requests_of, streams_on_request
@@ -46,7 +53,7 @@ from ppstream.analysis.run_statistics import (
 from ppstream.analysis.safety_counts import QueueMaxima, queue_maxima, safety_counts
 from ppstream.analysis.scores import Primary, compat, form_of, primary, resource_names
 from ppstream.analysis.segments import IDLE_PERIODS, JudgedSpan, select_window
-from ppstream.analysis.statements import Diagnosis, Model, in_ms, statements
+from ppstream.analysis.statements import Diagnosis, statements
 from ppstream.analysis.summary import figures, sentence
 from ppstream.analysis.thread_time import stage_cpu, unnamed
 from ppstream.analysis.unserved import LATE_MAX, unmoved
@@ -302,6 +309,7 @@ def _model(score: Primary | None, window: JudgedSpan) -> Model | None:
         w_star=window_star(score.times, form),
         formula=limiting_term(score.times, form),
         deeper=deeper(score.times, form, error_ns),
+        shallower=shallower(score.times, form),
     )
 
 

@@ -21,6 +21,8 @@ from typing import Final, NamedTuple
 _ROUNDING: Final = 1e-9
 #: Envelopes until queues have filled, and as many to take a mean of.
 _SETTLED: Final = 200
+#: Of the period or of the age: less is not worth as much of the other.
+LITTLE: Final = 0.10
 
 
 class Behind(NamedTuple):
@@ -202,7 +204,18 @@ class Deeper:
     d_in: int
     gain: float  # of the period
     older: float  # mean age of what is emitted; below zero: it is younger
-    is_worth: bool  # the gain is one that the model can tell
+    is_seen: bool  # the gain is one that the model can tell
+    is_worth: bool  # and more than a little, or for actions that are little older
+
+
+@dataclass(frozen=True, slots=True)
+class Shallower:
+    """A smaller D_in that costs little of the rate, and its effect."""
+
+    d_in: int
+    cost: float  # added to the period
+    younger: float  # mean age of what is emitted
+    overlap: float  # S that it can reach
 
 
 def deeper(times: StageTimes, form: PipelineForm, error: float) -> Deeper | None:
@@ -217,8 +230,28 @@ def deeper(times: StageTimes, form: PipelineForm, error: float) -> Deeper | None
     periods = [period(times, deep) for deep in forms]
     enough = next(n for n, found in enumerate(periods) if found - periods[-1] <= error)
     to = enough or -1
-    older = settled_latency(times, forms[to]) - settled_latency(times, form)
-    return Deeper(forms[to].d_in, periods[0] - periods[to], older, is_worth=enough > 0)
+    gain, before = periods[0] - periods[to], settled_latency(times, form)
+    older = settled_latency(times, forms[to]) - before
+    is_dear = gain < LITTLE * periods[0] and older > LITTLE * before
+    return Deeper(forms[to].d_in, gain, older, enough > 0, enough > 0 and not is_dear)
+
+
+def shallower(times: StageTimes, form: PipelineForm) -> Shallower | None:
+    """The smallest D_in that costs little of the rate; None: it makes nothing much younger."""
+    now = period(times, form)
+    depths = range(1, min(form.d_in, window_star(times, form)))
+    costs = {depth: period(times, replace(form, d_in=depth)) - now for depth in depths}
+    to = next((depth for depth, cost in costs.items() if cost <= LITTLE * now), None)
+    if to is None or form.is_unpipelined:
+        return None
+    before = settled_latency(times, form)
+    younger = before - settled_latency(times, replace(form, d_in=to))
+    if younger < LITTLE * before:
+        return None
+    on_one, in_turn = form.threads == "serial", sum(times.stages.values())
+    slowest = max(times.a + times.c if on_one else 0, *times.stages.values())
+    overlap = (in_turn - now - costs[to]) / (in_turn - slowest) if in_turn > slowest else 0.0
+    return Shallower(to, costs[to], younger, overlap)
 
 
 def settled_latency(times: StageTimes, form: PipelineForm) -> float:

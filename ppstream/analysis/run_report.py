@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Final, NamedTuple
 
+from ppstream.analysis.age_advice import Model
 from ppstream.analysis.audits import Audit
 from ppstream.analysis.compiler_counts import CompiledPartSeen
 from ppstream.analysis.contention import Alone
@@ -17,7 +18,6 @@ from ppstream.analysis.run_statistics import ChunkGaps, FaultSeen
 from ppstream.analysis.safety_counts import QueueMaxima
 from ppstream.analysis.scores import Compat, Primary
 from ppstream.analysis.segments import JudgedSpan
-from ppstream.analysis.statements import Model
 from ppstream.analysis.thread_time import StageCpu, Unnamed
 from ppstream.analysis.verdict import Gate, Verdict, is_accepted
 from ppstream.core.cpus import Machine

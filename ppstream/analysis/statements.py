@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from ppstream.analysis.age_advice import SAME, Model, depth_advice, in_ms
 from ppstream.analysis.audits import by_note
 from ppstream.analysis.contention import MOVED_MAX, MOVED_NS
-from ppstream.analysis.period_model import Deeper, PipelineForm
 from ppstream.analysis.place_table import BetterCut, PlaceRow, held_hop
 from ppstream.analysis.replicas import pace_of, replica_sentences
 from ppstream.analysis.requests import Requests
@@ -20,7 +20,6 @@ from ppstream.analysis.scores import (
     STAGE_MIN_NS,
     Compat,
     Primary,
-    form_of,
     missing_stages,
     resource_title,
 )
@@ -42,19 +41,7 @@ from ppstream.analysis.verdict import (
 )
 from ppstream.core.phases import BRING_UP
 
-SAME: Final = 0.005  # a relative difference that rounds to nothing
 STRICT_MIN: Final = 0.995  # a period below the slowest stage alone: that stage was not alone
-
-
-@dataclass(frozen=True, slots=True)
-class Model:
-    """Expectations of the closed form from the window's own stage means."""
-
-    period_ns: float
-    gap: float  # measured / expected - 1
-    w_star: int
-    formula: str
-    deeper: Deeper | None  # what a D_in up to W* would give
 
 
 @dataclass(frozen=True, slots=True)
@@ -368,40 +355,13 @@ def _hop(f: Diagnosis) -> Iterator[str]:
 
 
 def _depth(f: Diagnosis) -> Iterator[str]:
-    model, form = f.model, form_of(f.evidence.run.topology)
-    outside = f.limited_by in ("input-limited", "output-limited")
+    model, outside = f.model, f.limited_by in ("input-limited", "output-limited")
     if model is None or outside or f.evidence.window.n < N_MIN:
         return
     share = f"{abs(model.gap):.0%} {'more' if model.gap >= 0 else 'less'}"
     found = "as measured" if abs(model.gap) < SAME else f"measured {share}"
     yield f"the model expects {in_ms(model.period_ns)} ms ({model.formula}), {found}"
-    yield _depth_advice(model, form)
-
-
-def _depth_advice(model: Model, form: PipelineForm) -> str:
-    if form.is_unpipelined:
-        return "depth does not help a loop that decodes before it sends"
-    if deep := model.deeper:
-        gain, price = f"{deep.gain / model.period_ns:.0%}", "actions of the same age"
-        if abs(deep.older) >= SAME * model.period_ns:
-            age = "older" if deep.older > 0 else "younger"
-            price = f"actions {in_ms(abs(deep.older))} ms {age}"
-        if deep.is_worth:
-            return (
-                f"raise D_in from {form.d_in} to {deep.d_in}: the model expects {gain} less period "
-                f"with more envelopes in flight, for {price}"
-            )
-        return (
-            f"D_in {form.d_in} is deep enough: {deep.d_in} would gain {gain}, less than the model "
-            f"can resolve, for {price}"
-        )
-    if form.d_in > model.w_star:
-        excess = form.d_in - model.w_star
-        return (
-            f"D_in {form.d_in} is {excess} too deep: {model.w_star} would give the same period "
-            "with fresher actions, jitter aside"
-        )
-    return f"D_in {form.d_in} is just deep enough"
+    yield depth_advice(model, f.evidence.run.topology, f.gate.overlap_min)
 
 
 def _path(f: Diagnosis) -> Iterator[str]:
@@ -492,9 +452,3 @@ def _published_reason(score: Compat) -> str:
 
 def _score(score: Compat) -> str:
     return "NA" if score.score is None else f"{score.score:.2f}"
-
-
-def in_ms(value_ns: float) -> str:
-    """Three significant digits, never fewer than the milliseconds themselves."""
-    ms = value_ns / 1e6
-    return f"{ms:.0f}" if ms >= 100 else f"{ms:.1f}" if ms >= 10 else f"{ms:.2f}"

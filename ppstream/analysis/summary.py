@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
+from ppstream.analysis.age_advice import in_ms
 from ppstream.analysis.replicas import slow_replica
 from ppstream.analysis.run_report import Figure, RunReport, ServiceReport
 from ppstream.analysis.run_statistics import HARMLESS
 from ppstream.analysis.scores import resource_title
-from ppstream.analysis.statements import in_ms
 from ppstream.analysis.unserved import TIME_MIN_NS
 from ppstream.analysis.verdict import ACCEPTABLE
 from ppstream.core.phases import BRING_UP

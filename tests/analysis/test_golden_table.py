@@ -523,6 +523,13 @@ TABLE: dict[str, Case] = {
         {"says": "3 would gain 5%, less than the model can resolve, for actions of the same age"}),
     "deep enough, jittered": (lambda: run(jittered(stages(a=9.8), 400, seed=1), SPLIT), "PASS",
         {"says": "3 would gain 4%, less than the model can resolve"}),
+    "B dominates": (lambda: run(stages(1, 50, 6)), "PASS",
+        {"says": "D_in 2 lets envelopes wait for the policy: pipeline.d_in = 1 would make actions "
+            "41.0 ms younger, for 4% fewer of them"}),
+    "B dominates, and A": (lambda: run(stages(3.9, 50, 1.2)), "PASS",
+        {"says": "younger, for 9% fewer of them; if the gate refuses that, one rank (--nproc 1)"}),
+    "B dominates, one credit": (lambda: run(stages(1, 50, 6), JUST_IN_TIME), "PASS",
+        {"says": "D_in 1 is deep enough: 2 would gain 4%, for actions 41.0 ms older"}),
     "too deep": (lambda: run(form=PipelineForm(d_in=4)), "PASS", {"says": "D_in 4 is 2 too deep"}),
     "waits for D_out": (
         lambda: run(SLOW_C, PipelineForm("split", d_in=4, d_out=4)).put(residence_ns=ms(10)),

@@ -19,6 +19,8 @@ from ppstream.analysis.period_model import (
     period,
     period_terms,
     recurrence,
+    settled_latency,
+    shallower,
     window_star,
 )
 
@@ -148,8 +150,8 @@ def test_depth_beyond_w_star_never_shortens_the_period() -> None:
 @pytest.mark.parametrize(
     ("d_in", "error", "found"),
     [
-        (1, 0.1, Deeper(2, gain=5, older=5, is_worth=True)),
-        (1, 6, Deeper(2, gain=5, older=5, is_worth=False)),
+        (1, 0.1, Deeper(2, gain=5, older=5, is_seen=True, is_worth=True)),
+        (1, 6, Deeper(2, gain=5, older=5, is_seen=False, is_worth=False)),
         (2, 0.1, None),
     ],
 )
@@ -158,6 +160,28 @@ def test_a_deeper_queue_has_its_gain_and_its_price(
 ) -> None:
     form = PipelineForm("split", d_in=d_in)
     assert deeper(EXAMPLE, form, error) == found
+
+
+@pytest.mark.parametrize("form", [PipelineForm(), PipelineForm("split", d_in=3)])
+def test_a_shallower_queue_is_named_where_it_costs_little(form: PipelineForm) -> None:
+    less = shallower(StageTimes(a=1, b=50, c=2), form)
+    one = replace(form, d_in=1)
+    assert less is not None
+    assert (less.d_in, less.cost) == (1, 1)
+    before, behind = (settled_latency(StageTimes(1, 50, 2), each) for each in (form, one))
+    assert less.younger == pytest.approx(before - behind)
+    assert less.overlap == pytest.approx(2 / 3)  # A is in turn with B, C is not
+    assert shallower(StageTimes(a=10, b=50, c=2), form) is None  # a fifth of the rate
+    assert shallower(StageTimes(a=1, b=50, c=2), one) is None
+
+
+@pytest.mark.parametrize("a", [1, 3])
+def test_what_one_depth_advises_the_other_does_not_take_back(a: float) -> None:
+    times = StageTimes(a=a, b=50, c=6)
+    assert shallower(times, PipelineForm()) is not None
+    back = deeper(times, PipelineForm(d_in=1), error=0.1)
+    assert back is not None
+    assert (back.is_seen, back.is_worth) == (True, False)
 
 
 def test_no_depth_is_advised_for_what_the_model_cannot_tell() -> None:
