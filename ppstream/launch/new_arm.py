@@ -113,7 +113,8 @@ cameras = {{ {sizes} }}
 endpoint = "unix:///tmp/ppstream-{{uid}}/robots"   # tcp://ADDRESS:PORT for robots on other hosts
 
 [bringup]
-# A policy of a millisecond has nothing to overlap. Take this away once yours takes longer.
+# Ranks overlap A + C (here under a millisecond) with the policy. Take this away once both of yours
+# are of similar length: next to a far longer one there is nothing to hide.
 accept = {toml_value(ACCEPTABLE)}
 
 [metrics]
