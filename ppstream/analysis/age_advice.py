@@ -1,15 +1,21 @@
-"""Advice on the age of actions: what a queue's depth costs. Pure."""
+"""Advice on the age of actions: what a lease must cover, and what a queue's depth costs. Pure."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Final
+from itertools import pairwise
+from typing import Final, NamedTuple
 
 from ppstream.analysis.period_model import Deeper, Shallower
-from ppstream.analysis.records import Topology
-from ppstream.analysis.scores import form_of
+from ppstream.analysis.records import Envelope, Topology
+from ppstream.analysis.run_statistics import usual_stages_ns
+from ppstream.analysis.scores import between, form_of
+from ppstream.core.quantiles import quantiles
 
 SAME: Final = 0.005  # a relative difference that rounds to nothing
+SPARE: Final = 0.10  # of what a lease must cover: no two runs are alike
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +28,83 @@ class Model:
     formula: str
     deeper: Deeper | None  # what a D_in up to W* would give
     shallower: Shallower | None  # what one below it would, for little of the rate
+    youngest: Shallower | None  # the same for up to half of the rate
+
+
+class LeaseNeed(NamedTuple):
+    """The time for which a robot moves on with one chunk, and for which it may."""
+
+    age_ns: float  # p95 of chunks that were made; where sensors set the pace the mean of one alone
+    period_ns: float  # p50, to the next one; or what the sensors' rate makes of it
+    limits_ns: Mapping[str, int]  # by setting, of an action's age; one at least
+    is_paced: bool = False  # the sensors set the pace: no envelope waits for another
+
+    @property
+    def need_ns(self) -> float:
+        return self.age_ns + self.period_ns
+
+    @property
+    def is_short(self) -> bool:
+        """True where robots hold between two chunks, now and then at least."""
+        return self.need_ns > min(self.limits_ns.values())
+
+    @property
+    def text(self) -> str:
+        """For people."""
+        setting = min(self.limits_ns, key=self.limits_ns.__getitem__)
+        found = ("", "with the next sample, ") if self.is_paced else (" (p95)", "")
+        later = "later" if self.is_paced else "later (p50)"
+        return (
+            f"actions are {in_ms(self.age_ns)} ms old when they are made{found[0]}, and the next "
+            f"ones come {found[1]}{in_ms(self.period_ns)} ms {later}: robots need "
+            f"{in_ms(self.need_ns)} ms, and {setting} is {self.limits_ns[setting] / 1e6:g}"
+        )
+
+    def remedy(self, model: Model | None, overlap_min: float) -> str:
+        """Returns what to set, as an order.
+
+        Args:
+            model: names a shallower queue where robots would need less with it.
+            overlap_min: S that the gate asks for, of it as well.
+        """
+        short = [setting for setting, ns in self.limits_ns.items() if ns < self.need_ns]
+        spared_ms = math.ceil(round((1 + SPARE) * self.need_ns / 1e6, 3))
+        text = f"set {' and '.join(short)} to {spared_ms}, a tenth to spare"
+        less = None if model is None or self.is_paced else model.youngest
+        is_sure = less is not None and less.cost < less.younger < self.age_ns  # the model fits
+        if less is not None and is_sure and less.overlap >= overlap_min:
+            fewer = less.cost / (self.period_ns + less.cost)
+            text += f", or pipeline.d_in to {less.d_in}, for actions {in_ms(less.younger)} ms"
+            text += f" younger and {fewer:.0%} fewer of them"
+        return text
+
+
+def lease_need(
+    envelopes: Iterable[Envelope],
+    limits_ns: Mapping[str, int],
+    *,
+    ages_ns: Iterable[int] = (),
+    c_ns: int = 0,
+) -> LeaseNeed | None:
+    """Returns what the chunks of ``envelopes`` ask of a lease; None without two of them.
+
+    Chunks past their lease count as made: a longer one would have let them go.
+
+    Args:
+        envelopes: of one phase.
+        limits_ns: by setting, of an action's age.
+        ages_ns: of chunks as robots measured them; default: from A's start to the actions.
+        c_ns: of stage C, where no chunk came through it in time.
+    """
+    lines = [e for e in envelopes if e.is_emitted or (e.drop == "expired" and e.tDecode)]
+    c_ns = round(usual_stages_ns(lines).get("C", c_ns))
+    made = [(e.tA0 or 0, e.picked or (e.tDecode or 0) + c_ns) for e in lines]
+    age = quantiles([*ages_ns] or [between(*times) for times in made])
+    ready = sorted(t for _, t in made)
+    gap = quantiles([later - sooner for sooner, later in pairwise(ready)])
+    if age is None or gap is None or not limits_ns:
+        return None
+    return LeaseNeed(age.p95_ns, gap.p50_ns, limits_ns)
 
 
 def depth_advice(model: Model, topology: Topology, overlap_min: float) -> str:

@@ -13,7 +13,7 @@ from dataclasses import replace
 from itertools import chain, pairwise
 from typing import Final
 
-from ppstream.analysis.age_advice import Model, in_ms
+from ppstream.analysis.age_advice import LeaseNeed, Model, in_ms, lease_need
 from ppstream.analysis.audits import audit_all
 from ppstream.analysis.compiler_counts import compiled_parts_seen
 from ppstream.analysis.contention import alone
@@ -28,7 +28,12 @@ from ppstream.analysis.period_model import (
 )
 from ppstream.analysis.place_table import better_cut, place_rows
 from ppstream.analysis.records import Envelope, Json, RunLog
-from ppstream.analysis.requests import is_on_request, requests_of, streams_on_request
+from ppstream.analysis.requests import (
+    is_on_request,
+    requests_of,
+    streams_on_request,
+    window_period_ns,
+)
 from ppstream.analysis.robot_states import longest_held, with_waits
 from ppstream.analysis.run_ends import failed_end, lost_end, lost_lines
 from ppstream.analysis.run_report import (
@@ -45,6 +50,7 @@ from ppstream.analysis.run_statistics import (
     deadlines,
     drops,
     first_faults,
+    judged,
     latencies_ns,
     pick_ups_ns,
     spoilt,
@@ -135,6 +141,7 @@ def _report(findings: Diagnosis, queues: QueueMaxima, service: ServiceReport | N
         critical_path=findings.critical_path,
         drops=drops(run, run.envelopes),
         service=service,
+        lease=evidence.lease,
         statements=statements(findings),
         memory=memory_use(run),
         on_device=stages_on_device(run, window),
@@ -169,7 +176,23 @@ def _evidence(run: RunLog, window: JudgedSpan) -> Evidence:
         spoilt=spoilt(run, window, N_MIN),
         unnamed=unnamed(window),
         machine=machine,
+        lease=_bring_up_lease(run, window, score),
     )
+
+
+def _bring_up_lease(run: RunLog, window: JudgedSpan, score: Primary | None) -> LeaseNeed | None:
+    """Returns what the lease must cover; at the rate of sensors that are slower than it all."""
+    lost = spoilt(run, window, N_MIN)
+    if window.phases != {BRING_UP} or (window.n < N_MIN and lost is None):
+        return None
+    lines = window.measured if lost is None else judged(run, window)
+    c_ns = 0 if run.standalone is None else round(run.standalone.c_ns)
+    need = lease_need(lines, _limits_ns(run), c_ns=c_ns)
+    paced_ns = window_period_ns(run.config)
+    if need is None or score is None or paced_ns <= need.period_ns:
+        return need
+    alone_ns = min(need.age_ns, score.times.through)
+    return need._replace(age_ns=alone_ns, period_ns=paced_ns, is_paced=True)
 
 
 def _findings(
@@ -213,6 +236,12 @@ def _chunks(run: RunLog) -> RobotChunks | None:
 def _age_limit_ns(run: RunLog) -> int | None:
     """No robot executes an older action; None: nobody says."""
     return _actions_ns(run, "max_age_ms") or _actions_ns(run, "lease_ms")
+
+
+def _limits_ns(run: RunLog) -> dict[str, int]:
+    """Limits of an action's age, by setting."""
+    found = {f"actions.{name}": _actions_ns(run, name) for name in ("lease_ms", "max_age_ms")}
+    return {name: ns for name, ns in found.items() if ns is not None}
 
 
 def _last_step_ns(run: RunLog) -> int | None:
@@ -310,6 +339,7 @@ def _model(score: Primary | None, window: JudgedSpan) -> Model | None:
         formula=limiting_term(score.times, form),
         deeper=deeper(score.times, form, error_ns),
         shallower=shallower(score.times, form),
+        youngest=shallower(score.times, form, most=1.0),
     )
 
 
@@ -336,6 +366,7 @@ def _service(run: RunLog) -> ServiceReport | None:
         drops=drops(run, ready),
         verdict=verdict if reasons else Verdict.PASS,
         reasons=reasons,
+        lease=_service_lease(run, ready),
         gaps=chunk_gaps(run, ready, lease_ns),
         robots=with_waits(run),
         rule_counts=run.rule_counts,
@@ -362,6 +393,14 @@ def _unserved(run: RunLog) -> ServiceReport | None:
         robots=with_waits(run),
         streams=tuple(ledger for ledger in run.stream_ledgers if ledger.holes is not None),
     )
+
+
+def _service_lease(run: RunLog, ready: list[Envelope]) -> LeaseNeed | None:
+    """Returns what the lease had to cover, by the robots' clocks; None: robots asked."""
+    if is_on_request(run.config):
+        return None
+    ages_ns = [*run.ages_ns, *chain.from_iterable(run.unexecuted_ages_ns.values())]
+    return lease_need(ready, _limits_ns(run), ages_ns=ages_ns)
 
 
 def _lost_lines(run: RunLog) -> dict[str, str]:
@@ -420,6 +459,8 @@ def _service_reasons(run: RunLog, ready: list[Envelope]) -> dict[str, str]:
             f"robot {worst.name} held {min(1.0, held_ns / lasted_ns):.0%} of the time, "
             f"{worst.faults or 0} faults" + (f", the newest: {worst.fault}" if worst.fault else "")
         )
+        if (need := _service_lease(run, ready)) is not None:
+            found["SERVICE_HELD"] += f"; {need.text}"
     lost = [e.drop for e in ready if e.drop is not None and e.drop not in HARMLESS]
     if len(lost) > DROPPED_MAX * len(ready):
         reasons = ", ".join(f"{lost.count(drop)} {drop}" for drop in dict.fromkeys(lost))

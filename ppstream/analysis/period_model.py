@@ -210,7 +210,7 @@ class Deeper:
 
 @dataclass(frozen=True, slots=True)
 class Shallower:
-    """A smaller D_in that costs little of the rate, and its effect."""
+    """A smaller D_in, and its effect."""
 
     d_in: int
     cost: float  # added to the period
@@ -236,12 +236,12 @@ def deeper(times: StageTimes, form: PipelineForm, error: float) -> Deeper | None
     return Deeper(forms[to].d_in, gain, older, enough > 0, enough > 0 and not is_dear)
 
 
-def shallower(times: StageTimes, form: PipelineForm) -> Shallower | None:
-    """The smallest D_in that costs little of the rate; None: it makes nothing much younger."""
+def shallower(times: StageTimes, form: PipelineForm, most: float = LITTLE) -> Shallower | None:
+    """The smallest D_in that costs ``most`` of the period; None: it makes nothing much younger."""
     now = period(times, form)
     depths = range(1, min(form.d_in, window_star(times, form)))
     costs = {depth: period(times, replace(form, d_in=depth)) - now for depth in depths}
-    to = next((depth for depth, cost in costs.items() if cost <= LITTLE * now), None)
+    to = next((depth for depth, cost in costs.items() if cost <= most * now), None)
     if to is None or form.is_unpipelined:
         return None
     before = settled_latency(times, form)

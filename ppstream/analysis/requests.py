@@ -165,10 +165,39 @@ def requests_of(config: Json, ready: Iterable[Envelope]) -> Requests | None:
 
 def is_on_request(config: Json) -> bool:
     """True when the stream that ends the windows comes on request, whatever others do."""
+    return _reference(config).get("max_request_hz") is not None
+
+
+def has_streaming_robots(config: Json) -> bool:
+    """True where robots that do not ask may come: each of their chunks must last until the next.
+
+    A recording holds for nothing, and a gateway's clients ask, unless newest chunks answer them.
+    """
+    service, gateways = config.get("service"), _tables(config.get("gateway"))
+    table = service if isinstance(service, Mapping) else {}
+    if is_on_request(config) or table.get("recording") is not None:
+        return False
+    if gateways:
+        return any(gateway.get("answer") == "newest" for gateway in gateways)
+    return table.get("endpoint", "") is not None
+
+
+def window_period_ns(config: Json) -> float:
+    """The period below which no new windows come, by the stated rates; 0: nothing states one."""
+    shape = config.get("pipeline")
+    table = shape if isinstance(shape, Mapping) else {}
+    paced = str(table.get("pacing")).partition(":")[2]
+    streams = [s for s in _tables(config.get("streams")) if paced and s.get("name") == paced]
+    rates = [table.get("tick_hz"), *(s.get("rate_hz") for s in (_reference(config), *streams))]
+    return max((1e9 / hz for hz in rates if isinstance(hz, int | float) and hz > 0), default=0.0)
+
+
+def _reference(config: Json) -> Json:
+    """The stream that ends the windows; {}: there is none."""
     streams = [stream for stream in _tables(config.get("streams")) if stream.get("name")]
     marked = [stream for stream in streams if stream.get("reference") is True]
     ends = marked or sorted(streams, key=_most_hz, reverse=True)
-    return bool(ends) and ends[0].get("max_request_hz") is not None
+    return ends[0] if ends else {}
 
 
 def streams_on_request(config: Json) -> set[str]:

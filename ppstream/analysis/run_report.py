@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Final, NamedTuple
 
-from ppstream.analysis.age_advice import Model
+from ppstream.analysis.age_advice import LeaseNeed, Model
 from ppstream.analysis.audits import Audit
 from ppstream.analysis.compiler_counts import CompiledPartSeen
 from ppstream.analysis.contention import Alone
@@ -43,6 +43,7 @@ class ServiceReport:
     verdict: Verdict = Verdict.PASS
     reasons: dict[str, str] = field(default_factory=dict)  # each with its sentence
     gaps: ChunkGaps | None = None  # without a new chunk
+    lease: LeaseNeed | None = None  # what it had to cover
     robots: tuple[RobotStateLine, ...] = ()
     streams: tuple[Ledger, ...] = ()
     rule_counts: RuleCounts | None = None  # ``actions`` in JSON
@@ -152,6 +153,7 @@ class RunReport:
     policy: PolicySeen | None = None  # None: the log does not name it
     simulated_ms: dict[str, float] = field(default_factory=dict)  # extra time by stage of rank 0
     judged_reasons: list[str] = field(default_factory=list)  # of the judged phase, without service
+    lease: LeaseNeed | None = None  # what it must cover, by bring-up
     failed_end: str = ""  # the rank that failed first, and how; empty: none did
 
     @property

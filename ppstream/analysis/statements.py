@@ -166,7 +166,9 @@ def _headline(f: Diagnosis) -> Iterator[str]:
 
 def _reasons(f: Diagnosis) -> Iterator[str]:
     score = f.evidence.primary
-    texts = _safety_texts(f) | _unknown_texts(f)
+    texts, need = _safety_texts(f) | _unknown_texts(f), f.evidence.lease
+    if need is not None:
+        texts |= {"SHORT_LEASE": f"{need.text}; {need.remedy(f.model, f.gate.overlap_min)}"}
     if score is not None:
         texts |= _score_texts(f, score)
     for reason in f.reasons:
@@ -284,9 +286,12 @@ def _spoilt_texts(f: Diagnosis, found: Spoilt | None) -> dict[str, str]:
         took = f" ({stage} took {in_ms(times[stage])} ms, {in_ms(own[stage])} alone)"
     leases = [e.lease_ns for e in judged(run, f.evidence.window) if e.lease_ns is not None]
     lease = f" of {in_ms(min(leases))} ms" if leases else ""
+    need, step = f.evidence.lease, "lengthen actions.lease_ms"
+    needs = "" if need is None else f"; {need.text}"
+    step = step if need is None else need.remedy(f.model, f.gate.overlap_min)
     return {
-        "EXPIRED": f"{of} were older than the lease{lease} when they were ready{took}{others}; "
-        "free the machine, or lengthen actions.lease_ms"
+        "EXPIRED": f"{of} were older than the lease{lease} when they were ready{took}{others}"
+        f"{needs}; free the machine, or {step}"
     }
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-from ppstream.analysis.age_advice import in_ms
+from ppstream.analysis.age_advice import LeaseNeed, in_ms
 from ppstream.analysis.replicas import slow_replica
 from ppstream.analysis.run_report import Figure, RunReport, ServiceReport
 from ppstream.analysis.run_statistics import HARMLESS
@@ -21,7 +21,7 @@ from ppstream.core.phases import BRING_UP
 #: Reasons that a busy machine gives.
 SLOWED: Final = frozenset(
     {"CONTENDED", "DROPPED", "EXPIRED", "LOW_OVERLAP", "NOTHING_TO_HIDE", "NOT_WARM"}
-    | {"SERVICE_DROPPED", "SERVICE_HELD", "SERVICE_LATE", "SERVICE_SLOWER"}
+    | {"SERVICE_DROPPED", "SERVICE_HELD", "SERVICE_LATE", "SERVICE_SLOWER", "SHORT_LEASE"}
     | {"TOO_FEW", "UNNAMED_TIME"}
 )
 #: Reasons that the failure of a rank before service explains.
@@ -115,6 +115,7 @@ REASONS: Final[Mapping[str, tuple[str, str, str]]] = {
         "one stage does nearly all the work, so a second rank gains next to nothing",
         "run one rank, or cut the policy",
     ),
+    "SHORT_LEASE": (SCORE, "robots would hold", "lengthen actions.lease_ms"),
     "LOW_OVERLAP": (
         SCORE,
         "its ranks work too little at the same time",
@@ -180,6 +181,10 @@ def _refusal(report: RunReport) -> str:
         return f"{UNKNOWN}: {report.failed_end} ({codes}); first {REASONS['SERVICE_ENDED'][2]}."
     if report.service is not None and code in report.service.reasons:
         begin, why = SERVICE, f"{_before_service(report)}{report.service.reasons[code]}"
+    if (need := _short_lease(report, code)) is not None:
+        why += "" if code == "SERVICE_HELD" else f", as {need.text}"  # which says it itself
+        model = None if code == "SERVICE_HELD" else report.model  # it knows full speed alone
+        remedy = need.remedy(model, report.gate.overlap_min)
     if code == "INPUT_LIMITED" and report.window.phases != {BRING_UP}:
         remedy = "judge its bring-up, which runs at full speed"
     if code in ("INLINE", "TOO_FEW") and not report.window.phases and report.service is None:
@@ -191,9 +196,15 @@ def _refusal(report: RunReport) -> str:
     if set(report.reasons) <= set(ACCEPTABLE):
         enough = "it is" if report.primary is None else f"{_rate(report)} chunks/s are"
         remedy += f", or accept it with bringup.accept if {enough} enough for you"
-    if code in SLOWED:
-        remedy = _busy_machine(report) + remedy
-    return f"{begin}: {why} ({codes}); first {remedy}."
+    busy = _busy_machine(report) if code in SLOWED else ""
+    return f"{begin}: {why} ({codes}); first {busy}{remedy}."
+
+
+def _short_lease(report: RunReport, code: str) -> LeaseNeed | None:
+    """Returns what the lease had to cover and does not, where that is the reason ``code``."""
+    served = None if report.service is None else report.service.lease
+    need = {"EXPIRED": report.lease, "SHORT_LEASE": report.lease, "SERVICE_HELD": served}.get(code)
+    return None if need is None or not need.is_short else need
 
 
 def _deciding(report: RunReport, refused: list[str]) -> str:

@@ -13,12 +13,14 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Final, NamedTuple
 
+from ppstream.analysis.age_advice import LeaseNeed
 from ppstream.analysis.audits import Audit
 from ppstream.analysis.contention import Alone
 from ppstream.analysis.period_model import period
 from ppstream.analysis.places import is_elsewhere, lost_places
 from ppstream.analysis.records import LogEvent, RunLog
 from ppstream.analysis.replicas import replica_shares
+from ppstream.analysis.requests import has_streaming_robots
 from ppstream.analysis.run_ends import failed_end, last_before_ready
 from ppstream.analysis.run_statistics import Spoilt, wait_share
 from ppstream.analysis.scores import CEILING_MIN, Primary, form_of, missing_stages
@@ -82,6 +84,7 @@ class Evidence:
     spoilt: Spoilt | None
     unnamed: Mapping[str, Unnamed]
     machine: Machine | None  # during bring-up
+    lease: LeaseNeed | None  # of bring-up; None: not known
 
 
 class Decision(NamedTuple):
@@ -98,6 +101,8 @@ def decide(evidence: Evidence, gate: Gate) -> Decision:
     unknown = inconclusive_reasons(evidence)
     unjudged = {"INLINE", "NOTHING_TO_HIDE"} & set(unknown)  # there a low score says nothing
     weak = [] if unjudged and gate.profile == "bringup" else score_reasons(evidence, gate)
+    if evidence.lease is not None and evidence.lease.is_short and "EXPIRED" not in unknown:
+        weak = [*(["SHORT_LEASE"] if has_streaming_robots(evidence.run.config) else []), *weak]
     verdict = _verdict(safety, unknown, weak)
     found = _contradictions(evidence, verdict, [*safety, *unknown, *weak])
     if found:

@@ -235,7 +235,8 @@ class ActionConfig(Table, frozen=True):
     high: tuple[float, ...]
     """Highest value of each action, in the units that the robot executes."""
     lease_ms: Positive
-    """Time after a window's end at which its chunk expires; without a newer one the robot holds."""
+    """Time after a window's end at which its chunk expires; without a newer one the robot holds.
+    State more than a chunk's age and the time until the next one."""
     max_age_ms: Positive | None = None
     """Oldest action that robots execute; none leaves it to the lease. Set it below the lease for
     fast motions."""

@@ -189,9 +189,11 @@ TABLE: dict[str, Case] = {
     # ---- drops -----------------------------------------------------------------------------------
     "expired": (lambda: (dropped(run(stages(b=66)), 100, "expired").set("standalone.B_ns", ms(14))
             .put(window_end_ns=ms(1), expires_ns=ms(91))
+            .set("config.actions", {"lease_ms": 90.0})
             .tell(machine(2, load_1min=8.6, steal_share=0.1))), "INCONCLUSIVE EXPIRED",
         {"says": ["EXPIRED: 326 of 330 were older than the lease of 90.0 ms when they were ready "
-                  "(B took 66.0 ms, 14.0 alone); free the machine",
+                  "(B took 66.0 ms, 14.0 alone); actions are 1",
+                  "robots need 198 ms, and actions.lease_ms is 90; free the machine, or set",
                   "load 8.6 on 2 usable CPUs, 10% stolen"]}),
     "other drops": (lambda: dropped(run(), 100, "policy_error", "non_finite", "policy_error"),
         "INCONCLUSIVE DROPPED",
@@ -200,6 +202,52 @@ TABLE: dict[str, Case] = {
         "INCONCLUSIVE EXPIRED"),
     "less than half dropped": (lambda: run(n=400).put(at=slice(30, 210), drop="expired"), "PASS"),
     "dropped by nobody's fault": (nobodys_fault, "FAIL CONTENDED"),
+    # ---- what a lease must cover -----------------------------------------------------------------
+    "a lease below age and period": (lambda: run().set("config.actions", {"lease_ms": 28.0}),
+        "FAIL SHORT_LEASE",
+        {"says": "SHORT_LEASE: actions are 20.0 ms old when they are made (p95), and the next ones "
+            "come 10.0 ms later (p50): robots need 30.0 ms, and actions.lease_ms is 28; "
+            "set actions.lease_ms to 33, a tenth to spare"}),
+    "a lease of age and period": (lambda: run().set("config.actions", {"lease_ms": 30.0}), "PASS"),
+    "a shallower queue for a short lease": (lambda: run(stages(6, 50, 8))
+            .set("config.actions", {"lease_ms": 110.0}), "FAIL SHORT_LEASE",
+        {"says": "set actions.lease_ms to 165, a tenth to spare, or pipeline.d_in to 1, "
+            "for actions 29.0 ms younger and 12% fewer of them"}),
+    "an age limit below age and period": (lambda: run()
+            .set("config.actions", {"lease_ms": 90.0, "max_age_ms": 28.0}), "FAIL SHORT_LEASE",
+        {"says": "actions.max_age_ms is 28; set actions.max_age_ms to 33"}),
+    "a short lease, accepted overlap": (lambda: run(form=IN_TURN)
+            .set("config.actions", {"lease_ms": 28.0})
+            .set("config.bringup", {"accept": ["LOW_OVERLAP"]}), "FAIL SHORT_LEASE LOW_OVERLAP",
+        {"accepted": []}),
+    "a short lease, nothing to hide": (lambda: run(stages(a=0.05, c=0.05), SPLIT)
+            .set("config.actions", {"lease_ms": 28.0})
+            .set("config.bringup", {"accept": ["NOTHING_TO_HIDE"]}),
+        "INCONCLUSIVE NOTHING_TO_HIDE SHORT_LEASE", {"accepted": []}),
+    "a short lease of robots that ask": (lambda: run().set("config.actions", {"lease_ms": 28.0})
+            .set("config.streams", [{"name": "joints", "max_request_hz": 5.0}]), "PASS"),
+    "a short lease of a gateway's robots": (lambda: run().set("config.actions", {"lease_ms": 28.0})
+            .set("config.gateway", [{"wire": "openpi", "answer": "exact"}]), "PASS"),
+    "a short lease of a gateway's newest": (lambda: run().set("config.actions", {"lease_ms": 28.0})
+            .set("config.gateway", [{"wire": "openpi", "answer": "newest"}]), "FAIL SHORT_LEASE"),
+    "a short lease without robots": (lambda: run().set("config.actions", {"lease_ms": 28.0})
+            .set("config.service", {"endpoint": None}), "PASS"),
+    "a short lease of a recording": (lambda: run().set("config.actions", {"lease_ms": 28.0})
+            .set("config.service", {"endpoint": "x", "recording": "y.mcap"}), "PASS"),
+    "a short lease, judged in service": (lambda: served(stages())
+            .set("config.actions", {"lease_ms": 28.0}), "PASS", {"with": {"phase": "ready"}}),
+    "a lease below the sensors' period": (lambda: run().set("config.actions", {"lease_ms": 68.0})
+            .set("config.streams", [{"name": "joints", "rate_hz": 20.0}]), "FAIL SHORT_LEASE",
+        {"says": "actions are 20.0 ms old when they are made, and the next ones come with the next "
+            "sample, 50.0 ms later: robots need 70.0 ms, and actions.lease_ms is 68; set "
+            "actions.lease_ms to 77"}),
+    "a lease above the sensors' period": (lambda: run().set("config.actions", {"lease_ms": 70.0})
+            .set("config.streams", [{"name": "joints", "rate_hz": 20.0}]), "PASS"),
+    "held for want of a lease": (lambda: served(stages()).set("config.actions", {"lease_ms": 28.0})
+            .set("config.gateway", [{"wire": "openpi"}]).tell(robot(held_ns=ms(500), faults=9)),
+        "INCONCLUSIVE SERVICE_HELD",
+        {"says": "9 faults; actions are 20.0 ms old when they are made (p95), and the next ones "
+            "come 10.0 ms later (p50): robots need 30.0 ms, and actions.lease_ms is 28"}),
     # ---- time without a name ---------------------------------------------------------------------
     "waits called link calls": (lambda: unnamed(stages(t_in=13)), "INCONCLUSIVE UNNAMED_TIME",
         {"says": "rank 0 A 69%"}),
