@@ -189,9 +189,9 @@ def _bring_up_lease(run: RunLog, window: JudgedSpan, score: Primary | None) -> L
     c_ns = 0 if run.standalone is None else round(run.standalone.c_ns)
     need = lease_need(lines, _limits_ns(run), c_ns=c_ns)
     paced_ns = window_period_ns(run.config)
-    if need is None or score is None or paced_ns <= need.period_ns:
+    if need is None or paced_ns <= need.period_ns:
         return need
-    alone_ns = min(need.age_ns, score.times.through)
+    alone_ns = need.age_ns if score is None else min(need.age_ns, score.times.through)
     return need._replace(age_ns=alone_ns, period_ns=paced_ns, is_paced=True)
 
 

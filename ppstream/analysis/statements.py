@@ -288,6 +288,8 @@ def _spoilt_texts(f: Diagnosis, found: Spoilt | None) -> dict[str, str]:
     lease = f" of {in_ms(min(leases))} ms" if leases else ""
     need, step = f.evidence.lease, "lengthen actions.lease_ms"
     needs = "" if need is None else f"; {need.text}"
+    if need is not None and need.is_paced:
+        needs = f"; bring-up repeats a window until the next sample of its sensors comes{needs}"
     step = step if need is None else need.remedy(f.model, f.gate.overlap_min)
     return {
         "EXPIRED": f"{of} were older than the lease{lease} when they were ready{took}{others}"

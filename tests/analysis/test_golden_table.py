@@ -195,6 +195,14 @@ TABLE: dict[str, Case] = {
                   "(B took 66.0 ms, 14.0 alone); actions are 1",
                   "robots need 198 ms, and actions.lease_ms is 90; free the machine, or set",
                   "load 8.6 on 2 usable CPUs, 10% stolen"]}),
+    "expired between two samples": (lambda: dropped(run(), 100, "expired")
+            .set("config.actions", {"lease_ms": 90.0})
+            .set("config.streams", [{"name": "joints", "rate_hz": 2.0}])
+            .set("config.service", {"recording": "arm.mcap"}), "INCONCLUSIVE EXPIRED",
+        {"says": "; bring-up repeats a window until the next sample of its sensors comes; actions "
+                 "are 20.0 ms old when they are made, and the next ones come with the next sample, "
+                 "500 ms later: robots need 520 ms, and actions.lease_ms is 90; free the machine, "
+                 "or set actions.lease_ms to 572"}),
     "other drops": (lambda: dropped(run(), 100, "policy_error", "non_finite", "policy_error"),
         "INCONCLUSIVE DROPPED",
         {"says": "DROPPED: 326 of 330 envelopes were dropped: 217 policy_error, 109 non_finite"}),
