@@ -62,7 +62,7 @@ from ppstream.analysis.segments import IDLE_PERIODS, JudgedSpan, select_window
 from ppstream.analysis.statements import Diagnosis, statements
 from ppstream.analysis.summary import figures, sentence
 from ppstream.analysis.thread_time import stage_cpu, unnamed
-from ppstream.analysis.unserved import LATE_MAX, unmoved
+from ppstream.analysis.unserved import late_chunks, unmoved
 from ppstream.analysis.verdict import (
     ACCEPTABLE,
     N_MIN,
@@ -465,10 +465,11 @@ def _service_reasons(run: RunLog, ready: list[Envelope]) -> dict[str, str]:
     if len(lost) > DROPPED_MAX * len(ready):
         reasons = ", ".join(f"{lost.count(drop)} {drop}" for drop in dict.fromkeys(lost))
         found["SERVICE_DROPPED"] = f"{len(lost)} of {len(ready)} envelopes dropped: {reasons}"
-    oldest, chunks, late_ns = _oldest(run), _chunks(run), None
-    if chunks is not None and chunks.late_share > LATE_MAX:
-        found["SERVICE_LATE"], late_ns = str(chunks), chunks.limit_ns
-    found |= unmoved(run, _lease_ns(run), lasted_ns, late_ns)
+    oldest, chunks, lease_ns = _oldest(run), _chunks(run), _lease_ns(run)
+    if chunks is not None and (late := late_chunks(run, chunks, lease_ns, lasted_ns)):
+        found["SERVICE_LATE"] = late
+    limit_ns = None if chunks is None else chunks.limit_ns
+    found |= unmoved(run, lease_ns, lasted_ns, limit_ns)
     if oldest is not None and oldest.is_too_old:
         age, limit = in_ms(oldest.age_ns), in_ms(oldest.limit_ns or 0)
         found["SERVICE_TOO_OLD"] = f"a robot executed an action {age} ms old, of {limit} ms allowed"

@@ -83,13 +83,14 @@ class RobotChunks(NamedTuple):
     unexecuted: int
     late: Quantiles | None  # ages of the unexecuted that a robot received beyond ``limit_ns``
     limit_ns: int | None
+    who: str = "robots"
 
     @property
     def late_share(self) -> float:
         return 0.0 if self.late is None else self.late.count / (self.executed + self.unexecuted)
 
     def __str__(self) -> str:
-        text = f"robots executed {self.executed} of {self.executed + self.unexecuted} chunks"
+        text = f"{self.who} executed {self.executed} of {self.executed + self.unexecuted} chunks"
         if self.late is None:
             return text
         age_ms, limit_ms = self.late.p50_ns * MS, (self.limit_ns or 0) * MS

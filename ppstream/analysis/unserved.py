@@ -14,7 +14,9 @@ from ppstream.analysis.json_values import shown
 from ppstream.analysis.records import RobotStateLine, RunLog
 from ppstream.analysis.requests import is_on_request
 from ppstream.analysis.robot_states import by_robot, name_of
+from ppstream.analysis.run_report import RobotChunks
 from ppstream.core.phases import ENDING, SERVING
+from ppstream.core.quantiles import quantiles
 
 SHARE_MIN: Final = 0.10  # of a service that moved others, in the robot's newest sessions
 TIME_MIN_NS: Final = 5_000_000_000  # and at least so long
@@ -40,7 +42,7 @@ def unmoved(
         run: its records.
         lease_ns: who is there for no longer wants for nothing.
         lasted_ns: from the first envelope of service to the last; 0: there was none.
-        late_ns: another reason tells of older chunks, and why they are not executed; None: none.
+        late_ns: an older chunk is late, and that is why it is not executed; None: nobody says.
     """
     nobody_names_rows = lasted_ns and not run.session_gaps_ns
     refused = _refused_robots(run, lasted_ns) if is_on_request(run.config) else None
@@ -61,7 +63,8 @@ def unmoved(
             unserved.append(f"{who} and got no chunk{ailing}")
         elif refused is None and told and not any(chunks.executed for chunks in told):
             total = sum(chunks.total for chunks in told)
-            if late_ns is not None and _late(run, sessions, late_ns) > LATE_MAX * total:
+            late = [] if late_ns is None else _late_ns(run, sessions, late_ns)
+            if len(late) > LATE_MAX * total:  # which ``late_chunks`` tells
                 continue
             unexecuted.append(f"{who}, got {total} chunks and told of none that it executed")
     found = {}
@@ -71,6 +74,39 @@ def unmoved(
     if unexecuted:
         found["SERVICE_UNEXECUTED"] = _some(unexecuted)
     return found
+
+
+def late_chunks(run: RunLog, chunks: RobotChunks, lease_ns: int, lasted_ns: int) -> str:
+    """Returns which robots got too many chunks too late, or all together; empty: none did.
+
+    Args:
+        run: its records.
+        chunks: of all robots.
+        lease_ns: who is there for no longer is not judged by itself.
+        lasted_ns: from the first envelope of service to the last.
+    """
+    limit_ns, is_lone = chunks.limit_ns, len(run.session_chunks) == 1
+    if limit_ns is None:
+        return ""
+    if late := [] if is_lone else [*_late_robots(run, lease_ns, lasted_ns, limit_ns)]:
+        return _some([*map(str, late)])
+    return str(chunks) if chunks.late_share > LATE_MAX else ""
+
+
+def _late_robots(
+    run: RunLog, lease_ns: int, lasted_ns: int, limit_ns: int
+) -> Iterator[RobotChunks]:
+    """Yields those that were there long enough, by their newest sessions."""
+    least_ns, times_ns = max(TIME_MIN_NS, SHARE_MIN * lasted_ns), _times_ns(run, lease_ns)
+    for all_states in by_robot(run.robot_states):
+        states, time_ns = _newest(all_states, times_ns, least_ns)
+        sessions = [state.session for state in states]
+        told = [run.session_chunks[k] for k in sessions if k in run.session_chunks]
+        executed, total = (sum(counts) for counts in zip(*told, strict=True)) if told else (0, 0)
+        late_ns = _late_ns(run, sessions, limit_ns)
+        if time_ns >= least_ns and len(late_ns) > LATE_MAX * total:
+            who = f"robot {name_of(states)}"
+            yield RobotChunks(executed, total - executed, quantiles(late_ns), limit_ns, who)
 
 
 def _newest(
@@ -85,9 +121,9 @@ def _newest(
     return states, time_ns
 
 
-def _late(run: RunLog, sessions: Iterable[int], late_ns: int) -> int:
-    ages = (ns for session in sessions for ns in run.unexecuted_ages_ns.get(session, ()))
-    return sum(ns > late_ns for ns in ages)
+def _late_ns(run: RunLog, sessions: Iterable[int], limit_ns: int) -> list[int]:
+    ages_ns = (ns for session in sessions for ns in run.unexecuted_ages_ns.get(session, ()))
+    return [ns for ns in ages_ns if ns > limit_ns]
 
 
 def _some(texts: list[str]) -> str:

@@ -130,6 +130,20 @@ def test_a_robot_that_executes_none_of_its_chunks_is_told_with_their_number() ->
     }
 
 
+@pytest.mark.parametrize(("late", "is_told"), [(50, True), (6, True), (5, False)])
+def test_a_robot_whose_chunks_are_late_hides_behind_no_good_one(
+    late: int, *, is_told: bool
+) -> None:
+    """Of the arm's 50 chunks; the leg executes 600: all together 7.7 % are late at most."""
+    golden = run(has_window=True, told=[1] * 600).set("config.actions", {"lease_ms": 90.0})
+    for line in [line for line in golden.extra if line.get("session") == ARM and "seq" in line]:
+        if line["seq"] < late:
+            line |= {"executed": 0, "age_ns": ms(91)}
+    says = f"robot arm (session 5) executed {50 - late} of 50 chunks; {late} came too late, 91.0 ms"
+    told = {"SERVICE_LATE": f"{says} old (p50) of 90 allowed"}
+    assert service(golden) == (told if is_told else {})
+
+
 @pytest.mark.parametrize(("leg_ns", "reasons"), [(10, {"SERVICE_UNEXECUTED"}), (ms(91), set())])
 def test_late_chunks_of_one_robot_excuse_no_other(leg_ns: int, reasons: set[str]) -> None:
     """Of the arm's chunks all are late; the leg executes none of its own, late or not."""
