@@ -71,7 +71,8 @@ class LoopStatistics:
 
     ``oldest_ns``: age of the oldest action executed; ``max_age_ns``: the limit, 0 when only
     the lease limits. ``collections`` and ``longest_collection_ns``: of garbage, between ticks.
-    ``refused``: what the operating system did not permit.
+    ``fault``: the newest of ``faults``, in words. ``refused``: what the operating system did not
+    permit.
     """
 
     ticks: int
@@ -86,15 +87,17 @@ class LoopStatistics:
     collections: int
     longest_collection_ns: int
     refused: tuple[str, ...]
+    fault: str
 
     def oldest_text(self) -> str:
         """For people: ``oldest action executed: 41.3 ms of 60``."""
         return oldest_text(self.oldest_ns, self.max_age_ns)
 
     def line(self) -> str:
-        """For people: ticks, what was done at them, and the oldest action executed."""
+        """For people: ticks, what was done at them, the last fault, the oldest action executed."""
         ticks = f"{self.ticks} ticks, {self.missed_ticks} missed"
-        done = f"{self.executed} executed, {self.held} held, faults: {self.faults}"
+        last = f" (last: {self.fault.splitlines()[0]})" if self.fault else ""
+        done = f"{self.executed} executed, {self.held} held, faults: {self.faults}{last}"
         return f"{ticks}; {done}; {self.oldest_text()}"
 
 
@@ -261,6 +264,7 @@ class ControlLoop:
             collections=self._garbage.collections,
             longest_collection_ns=self._garbage.longest_ns,
             refused=self._realtime.refused,
+            fault=self._said,
         )
 
     def _run(self, duration_ns: int | None) -> None:

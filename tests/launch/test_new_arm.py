@@ -6,19 +6,25 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from robot_rig import HORIZON, make_chunk
 from safetensors.torch import save_file
 
 from ppstream import ConfigError
 from ppstream.config.load import locate, read
+from ppstream.core.clock import now_ns
 from ppstream.ingest.intake import build_intake
 from ppstream.launch import commands, new_arm
 from ppstream.launch.new_arm import Arm, toml_of
+from ppstream.robot.timeline import ActionTimeline
+from ppstream_stages.new_arm import robot
 from ppstream_stages.new_arm.policy import build
 
 SHIPPED = Arm("two-cameras", 6, 100.0, ("top", "wrist"), 96, 96, 30.0)
@@ -62,14 +68,58 @@ def test_its_robot_says_what_it_waits_for_and_ends_on_ctrl_c(
     command = [sys.executable, *interpreter, str(tmp_path / "my_arm_robot.py"), str(toml)]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as robot:
-        assert robot.stdout is not None
-        said = robot.stdout.readline()
+    ) as moved:
+        assert moved.stdout is not None
+        said = moved.stdout.readline()
         assert said.startswith(f"waiting for unix://{tmp_path}/robots: no answer, its ranks may ")
-        robot.send_signal(signal.SIGINT)
-        out, err = robot.communicate(timeout=60)
-    assert (robot.returncode, err) == (0, "")
+        moved.send_signal(signal.SIGINT)
+        out, err = moved.communicate(timeout=60)
+    assert (moved.returncode, err) == (0, "")
     assert "0 ticks" in out
+
+
+class Served:
+    """A client that gets one chunk, and whose camera ``failing`` ends with an error."""
+
+    clock = staticmethod(now_ns)
+    ready = True
+    failing = ""
+
+    def __init__(self, endpoint: str, *, actions: Sequence[str], **_: Any) -> None:
+        self.timeline = ActionTimeline(len(actions))
+
+    def __enter__(self) -> Served:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def connect(self, timeout_s: float, **_: Any) -> None: ...
+
+    def wait_ready(self, timeout_s: float, **_: Any) -> bool:
+        now, actions = now_ns(), bytes(4 * HORIZON * self.timeline.dim)
+        assert self.timeline.merge(make_chunk(end_ns=now, actions=memoryview(actions)), now) is None
+        return True
+
+    def push(self, stream: str, stamp_ns: int, values: Any) -> bool:
+        if stream == self.failing:
+            raise OSError("unplugged")
+        return True
+
+
+@pytest.mark.parametrize(
+    ("failing", "fault"), [("", "lease"), ("top", "stop: camera top: OSError('unplugged')")]
+)
+def test_its_robot_ends_with_the_fault_that_lets_the_arm_move_no_more(
+    failing: str, fault: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(robot, "RobotClient", Served)
+    monkeypatch.setattr(Served, "failing", failing)
+    with pytest.raises(SystemExit) as ended:  # Python prints it, and ends with 1
+        robot.main(str(locate("two_cameras")), 10)
+    assert ended.value.code == f"the arm holds after the fault {fault}"
+    said = capsys.readouterr()
+    assert f"faults: 1 (last: {fault})" in said.out
+    assert said.err.endswith("OSError: unplugged\n" if failing else "")
 
 
 def test_the_shipped_configuration_is_what_it_writes() -> None:

@@ -180,7 +180,8 @@ def test_an_action_beyond_the_maximum_age_is_held_and_a_fault_only_when_the_leas
     assert (statistics.oldest_ns, statistics.max_age_ns) == (50 * MS, 50 * MS)
     assert statistics.oldest_text() == "oldest action executed: 50.0 ms of 50"
     assert statistics.line() == (
-        "4 ticks, 0 missed; 2 executed, 2 held, faults: 1; oldest action executed: 50.0 ms of 50"
+        "4 ticks, 0 missed; 2 executed, 2 held, faults: 1 (last: lease); "
+        "oldest action executed: 50.0 ms of 50"
     )
 
 

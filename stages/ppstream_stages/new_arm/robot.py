@@ -5,6 +5,7 @@
 
 import sys
 import threading
+import traceback
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -39,19 +40,38 @@ class FakeArm:
         return image
 
 
-def film(client: RobotClient, arm: FakeArm, stream: dict[str, Any], end: threading.Event) -> None:
-    """Push a camera's frames until ``end``, each with the time before it was taken."""
+def film(
+    client: RobotClient,
+    loop: ControlLoop,
+    arm: FakeArm,
+    stream: dict[str, Any],
+    end: threading.Event,
+) -> None:
+    """Push a camera's frames until ``end``, each with the time before it was taken.
+
+    An error of its own stops the arm.
+    """
     height, width = stream["image"]["height"], stream["image"]["width"]
-    while not end.wait(1 / stream["rate_hz"]):
-        stamp_ns = client.clock()
-        client.push(stream["name"], stamp_ns, arm.frame(height, width))
+    try:
+        while not end.wait(1 / stream["rate_hz"]):
+            stamp_ns = client.clock()
+            client.push(stream["name"], stamp_ns, arm.frame(height, width))
+    except Exception as error:  # noqa: BLE001 - a camera that is gone stops the arm
+        traceback.print_exc()
+        loop.stop(f"camera {stream['name']}: {error!r}")
 
 
 def main(file: str, duration_s: float | None = None) -> None:
-    """Move the arm until the time is over or Ctrl-C comes."""
+    """Move the arm until the time is over, Ctrl-C comes, or a fault lets it move no more."""
     run = toml.decode(Path(file).read_bytes())
     cameras = [stream for stream in run["streams"] if "image" in stream]
     sizes = {c["name"]: (c["image"]["height"], c["image"]["width"], 3) for c in cameras}
+
+    def hold() -> None:
+        arm.brake()
+        if loop.fault is not None:
+            loop.end()  # to move on, see what it was, and call loop.clear_fault() instead
+
     arm, rate_hz = FakeArm(run["streams"][0]["dim"]), run["streams"][0]["rate_hz"]
     client = RobotClient(
         run["service"]["endpoint"],
@@ -61,7 +81,7 @@ def main(file: str, duration_s: float | None = None) -> None:
         blend_ms=40,
     )
     loop = ControlLoop(
-        rate_hz, lambda stamp_ns: {"joints": arm.angles}, arm.move_to, client, hold=arm.brake
+        rate_hz, lambda stamp_ns: {"joints": arm.angles}, arm.move_to, client, hold=hold
     )
     end = threading.Event()
     with suppress(KeyboardInterrupt), client:
@@ -69,12 +89,14 @@ def main(file: str, duration_s: float | None = None) -> None:
         if not client.wait_ready(START_S, say=say):
             raise SystemExit(f"the run is {client.phase} after {START_S} s, not ready")
         for stream in cameras:
-            threading.Thread(target=film, args=(client, arm, stream, end)).start()
+            threading.Thread(target=film, args=(client, loop, arm, stream, end)).start()
         try:
             loop.run(duration_s)
         finally:
             end.set()
     print(loop.statistics().line())
+    if loop.fault is not None:
+        raise SystemExit(f"the arm holds after the fault {loop.fault}")
 
 
 if __name__ == "__main__":
