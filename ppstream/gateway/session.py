@@ -257,7 +257,11 @@ class GatewaySession:
 
     def _prepare(self, prompt: str | None, received_ns: int, until_ns: int) -> None:
         """Wait until the run is ready, and the policy follows the prompt."""
-        if not self.client.wait_ready(_left_s(until_ns)):
+        try:
+            is_ready = self.client.wait_ready(_left_s(until_ns))
+        except PeerLostError as error:
+            raise NoAnswerError(str(error), "peer_lost") from error
+        if not is_ready:
             reason = f"the run is {self.client.phase}; ask again once it is ready"
             raise NoAnswerError(reason, "not_ready")
         if prompt is not None and self._is_new(prompt):

@@ -56,6 +56,7 @@ class AsyncRobotClient:
         """Wait for a phase in which actions may be executed.
 
         Raises:
+            PeerLostError: the run ended.
             PpstreamError: ``connect`` was not called, or the client was closed.
             ReceiverEndedError: the receiving thread ended by an exception.
         """

@@ -187,6 +187,7 @@ class RobotClient:
         """Wait until the phase permits actions; False: not in time. ``say`` as ``connect``.
 
         Raises:
+            PeerLostError: the run ended.
             PpstreamError: ``connect`` was not called, or the client was closed.
             ReceiverEndedError: the receiving thread ended by an exception.
         """
@@ -259,9 +260,7 @@ class RobotClient:
     def begin_asking(
         self, samples: Mapping[str, Any], stamp_ns: int | None = None, *, wait_s: float = 0
     ) -> Asking | None:
-        """An ``ask`` whose answer is awaited elsewhere, until ``end_asking``; None: another one's
-        still is after ``wait_s``. Errors as ``push``.
-        """
+        """An ``ask`` that is awaited elsewhere, until ``end_asking``; None: another one still is."""
         link = self._living_link()
         if not self._asking.acquire(timeout=min(max(0.0, wait_s), threading.TIMEOUT_MAX)):
             return None

@@ -78,6 +78,7 @@ class RobotSession:
         self.opened = 0
         self._on_open = on_open
         self._attempts = 0  # since it holds no session
+        self._reaches = True  # the last Hello could be handed over
         self._lost_ns: int | None = None
         self._outages = Durations()
         self._resumes = 0
@@ -98,6 +99,11 @@ class RobotSession:
     def is_hopeless(self) -> bool:
         """The last answer was a refusal that no waiting will change."""
         return self.refused is not None and self.refused.reason in HOPELESS
+
+    @property
+    def is_unheard(self) -> bool:
+        """There was a session, and nobody takes the Hello for the next one."""
+        return not (self.session or self._reaches) and self.opened > 0
 
     def reconnecting(self) -> Reconnecting:
         """Describes how a lost session is got back, and how long it took."""
@@ -140,6 +146,7 @@ class RobotSession:
                 self.on_lost(now_ns)
             return
         self._attempts += 1
+        self._reaches = sent
         self._pause_ns = self._retry_ns
         self._hello_ns = now_ns + self._pause_ns
         self._retry_ns = min(2 * self._retry_ns, RETRY_NS[1]) if sent else RETRY_NS[0]
@@ -232,6 +239,7 @@ class RobotSession:
         self.opened += 1
         logger.info("session %x is open, the run is %s", self.session, self.phase)
         self._retry_ns = self._refused_ns = RETRY_NS[0]
+        self._reaches = True
         self._ping_ns = welcome.silence_ns // PINGS_PER_SILENCE
         self._attempts = 0
         if self._lost_ns is not None:

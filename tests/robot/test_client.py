@@ -334,6 +334,30 @@ def test_a_long_wait_says_what_it_is_for_until_it_is_over(tmp_path: Path) -> Non
             assert said == []
 
 
+def test_a_wait_for_a_run_that_ends_is_over_at_once_and_says_why(tmp_path: Path) -> None:
+    endpoint, errors = f"unix://{tmp_path}/robot", list[str]()
+    for does_say in (False, True):
+        with make_client(endpoint) as client, serving(make_config(endpoint)) as server:
+            server.order(lambda: server.sessions.set_phase("bring-up"))
+            client.connect()
+
+            def wait(client: RobotClient = client) -> None:
+                with pytest.raises(PeerLostError) as lost:
+                    client.wait_ready(600)
+                errors.append(str(lost.value))
+
+            waiting = threading.Thread(target=wait, daemon=True)
+            waiting.start()
+            if does_say:
+                server.order(lambda: server.sessions.set_phase("stopped"))
+            else:  # killed
+                server.close()
+            waiting.join(20)
+    gone, told = errors
+    assert gone.startswith(f"{endpoint}: the run was bring-up, and nobody listens any more: it doe")
+    assert told.startswith(f"{endpoint}: the run is stopped: it does not become ready; its last li")
+
+
 def test_a_full_server_says_so_and_admits_when_there_is_room() -> None:
     with serving() as server:
         first, second = (make_client(server.sessions.endpoint, robot=name) for name in "ab")
