@@ -67,7 +67,7 @@ def main(file: str, duration_s: float | None = None) -> None:
     cameras = [stream for stream in run["streams"] if "image" in stream]
     sizes = {c["name"]: (c["image"]["height"], c["image"]["width"], 3) for c in cameras}
 
-    def hold() -> None:
+    def hold_or_end() -> None:
         arm.brake()
         if loop.fault is not None:
             loop.end()  # to move on, see what it was, and call loop.clear_fault() instead
@@ -81,7 +81,7 @@ def main(file: str, duration_s: float | None = None) -> None:
         blend_ms=40,
     )
     loop = ControlLoop(
-        rate_hz, lambda stamp_ns: {"joints": arm.angles}, arm.move_to, client, hold=hold
+        rate_hz, lambda stamp_ns: {"joints": arm.angles}, arm.move_to, client, hold=hold_or_end
     )
     end = threading.Event()
     with suppress(KeyboardInterrupt), client:
