@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import time
+from itertools import pairwise
 from typing import Final, Protocol
 
 from ppstream.core.errors import SpecError
@@ -16,6 +17,9 @@ NS_PER_MS = 1_000_000
 #: Longest time-out that poll(2) and sockets take, an int of milliseconds: 24.8 days.
 POLL_NS_MAX = (2**31 - 1) * NS_PER_MS
 ENDLESS_NS: Final = 2**62  # 146 years: locks and conditions take no longer time-out than 292
+UNITS: Final = {10**3: "microseconds", 10**6: "milliseconds", 10**9: "seconds"}
+UNIT_LOOKS: Final = 6  # that show in which one a clock counts
+UNIT_LOOK_NS: Final = 250 * NS_PER_MS  # between two of them, at least
 
 #: CLOCK_MONOTONIC in nanoseconds: shared by all processes of one host.
 now_ns = time.monotonic_ns
@@ -73,3 +77,47 @@ class Ticker:
         ticks = 1 + (now_ns - self.due_ns) // self.period_ns
         self.due_ns += ticks * self.period_ns
         return ticks
+
+
+class UnitCheck:
+    """Shows within two seconds whether a clock counts nanoseconds; simulated ones have any speed.
+
+    One that stands is looked at until it runs.
+
+    Attributes:
+        due_ns: when to look again, by the monotonic clock.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self.due_ns = 0
+        self._clock = clock
+        self._looks: list[tuple[int, int]] = []  # monotonic ns, and the clock's
+
+    def is_over(self, now_ns: int) -> bool:
+        """Look at the clock if that is due; True: no other look is needed.
+
+        Raises:
+            SpecError: it advances as one of microseconds, milliseconds or seconds does.
+        """
+        if now_ns < self.due_ns:
+            return False
+        self.due_ns = now_ns + UNIT_LOOK_NS
+        looks = self._looks
+        looks.append((now_ns, self._clock()))
+        if len(looks) < UNIT_LOOKS:
+            return False
+        (first_ns, first), (_, newest) = looks[0], looks[-1]
+        advance, took_ns = newest - first, now_ns - first_ns
+        if advance == 0:
+            looks.pop(0)
+            return False
+        speeds = [(b - a) / (b_ns - a_ns) for (a_ns, a), (b_ns, b) in pairwise(looks)]
+        is_even = all(0.0005 < speed < 0.002 for speed in speeds)  # no simulation that stumbles
+        if is_even or 0 < advance < took_ns / 10**5:
+            factor = min(UNITS, key=lambda factor: abs(math.log(advance * factor / took_ns)))
+            raise SpecError(
+                f"clock() must return nanoseconds: it advanced by {advance:g} while "
+                f"{took_ns / NS_PER_S:.2f} s passed, {advance / took_ns:.1e} of their nanoseconds; "
+                f"as it seems it counts {UNITS[factor]}: multiply by {factor}"
+            )
+        return True

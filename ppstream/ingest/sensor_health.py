@@ -35,7 +35,7 @@ REMEDIES: Final = {
     FUTURE: "stamp all streams by one clock",
     STALE: "stamp all streams by one clock, and send samples at once",
     LATE: "stamp and send a stream's samples in the order of their time",
-    DUPLICATE: "give each sample a stamp of its own",
+    DUPLICATE: "give each sample a stamp of its own, in nanoseconds",
     NON_FINITE: "send values that float32 can hold",
     SHAPE: "send what the stream declares: its dim and dtype",
     RATE: "send fewer, or raise the stream's rate_hz",

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
-from ppstream.core.clock import NS_PER_MS, NS_PER_S, Clock, now_ns
+from ppstream.core.clock import NS_PER_MS, NS_PER_S, Clock, UnitCheck, now_ns
 from ppstream.core.errors import ConfigError, PeerLostError, PpstreamError, ReceiverEndedError
 from ppstream.core.phases import ENDING
 from ppstream.core.waiter import Waiter
@@ -93,6 +93,7 @@ class RobotLink:
         self._cause: BaseException | None = None
         self.is_closing = False
         self._clock = clock
+        self._unit = UnitCheck(clock) if session.real_time else None
         self.directory: FleetDirectory | None = None  # of a fleet: names another server
         self._trying_ns: int | None = None  # since when a session is asked for at this endpoint
         self._gate = select.epoll()  # shut while a guest reads: what comes wakes nobody else
@@ -442,6 +443,11 @@ class RobotLink:
         with self.changed:
             self._send_due(now)
             due_ns = self.session.due_ns
+        if self._unit is not None:
+            if self._unit.is_over(now):
+                self._unit = None
+            else:
+                due_ns = min(due_ns, self._unit.due_ns)
         other_ns = self._on_turn(now)
         if other_ns is not None:
             due_ns = min(due_ns, other_ns)

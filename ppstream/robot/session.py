@@ -69,6 +69,7 @@ class RobotSession:
             raise SpecError(
                 f"{self._hello} cannot be sent: {error}; names have 1 to {MAX_NAME} characters"
             ) from error
+        self.real_time = real_time
         self.session = 0
         self.session_epoch = 0
         self.phase = CONNECTING

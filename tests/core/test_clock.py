@@ -2,7 +2,16 @@ import math
 
 import pytest
 
-from ppstream.core.clock import ENDLESS_NS, ManualClock, Ticker, limit_ns
+from ppstream.core.clock import (
+    ENDLESS_NS,
+    NS_PER_MS,
+    NS_PER_S,
+    UNIT_LOOKS,
+    ManualClock,
+    Ticker,
+    UnitCheck,
+    limit_ns,
+)
 from ppstream.core.errors import SpecError
 
 
@@ -35,3 +44,34 @@ def test_manual_clock_never_goes_back():
     assert clock() == 7
     with pytest.raises(ValueError, match="cannot go back"):
         clock.advance(-1)
+
+
+def looks_at(clock, *, seconds=10.0):
+    """How often a clock, given the monotonic one, is looked at; it may raise."""
+    now = [10**15]
+    check, begun = UnitCheck(lambda: clock(now[0])), now[0]
+    count = 0
+    while now[0] - begun < seconds * NS_PER_S:
+        count += check.due_ns <= now[0]
+        if check.is_over(now[0]):
+            return count
+        now[0] += 20 * NS_PER_MS
+    return count
+
+
+@pytest.mark.parametrize(
+    ("factor", "unit"), [(10**3, "microseconds"), (10**6, "milliseconds"), (10**9, "seconds")]
+)
+def test_a_clock_of_another_unit_is_told_with_its_speed(factor, unit):
+    with pytest.raises(SpecError) as refused:
+        looks_at(lambda at_ns: at_ns // factor + 7)
+    assert str(refused.value).startswith("clock() must return nanoseconds: it advanced by ")
+    assert f"counts {unit}: multiply by {factor}" in str(refused.value)
+
+
+def test_a_clock_in_nanoseconds_is_looked_at_a_few_times_whatever_its_speed():
+    for speed in (-1, 1, 0.01, 0.1, 30):
+        assert looks_at(lambda at_ns, speed=speed: int(at_ns * speed)) == UNIT_LOOKS
+    stumbling = iter([0, 0, 0, 0, 0, 0, 0, 2 * NS_PER_MS])  # a simulation that loads its scene
+    assert looks_at(lambda _: next(stumbling)) == 8
+    assert looks_at(lambda _: 5, seconds=10) == 39  # it stands

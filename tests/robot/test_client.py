@@ -358,6 +358,17 @@ def test_a_wait_for_a_run_that_ends_is_over_at_once_and_says_why(tmp_path: Path)
     assert told.startswith(f"{endpoint}: the run is stopped: it does not become ready; its last li")
 
 
+def test_a_clock_in_seconds_ends_the_client_with_what_it_must_return() -> None:
+    with (
+        serving(make_config(), answers=True) as server,
+        make_client(server.sessions.endpoint, clock=lambda: now_ns() // NS_PER_S) as client,
+    ):
+        client.connect()
+        wait_until(lambda: client.failure)
+        with pytest.raises(ReceiverEndedError, match=r"clock\(\) must return nanoseconds: it adv"):
+            client.push("joints", client.clock(), [1, 2, 3])
+
+
 def test_a_full_server_says_so_and_admits_when_there_is_room() -> None:
     with serving() as server:
         first, second = (make_client(server.sessions.endpoint, robot=name) for name in "ab")
