@@ -35,7 +35,10 @@ class TensorSpec(msgspec.Struct, frozen=True):
     Args:
         name: unique within its envelope, e.g. ``"proprio.values"``.
         shape: sizes **per robot row**; the runtime adds the leading batch dimension.
-        dtype: a key of ``DTYPE_BYTES``.
+        dtype: a key of ``DTYPE_BYTES``, or torch's dtype of that name.
+
+    Raises:
+        SpecError: there is no such dtype, or the shape has a size below 1.
     """
 
     name: str
@@ -43,6 +46,8 @@ class TensorSpec(msgspec.Struct, frozen=True):
     dtype: str = "float32"
 
     def __post_init__(self) -> None:
+        if (dtype := str(self.dtype).removeprefix("torch.")) != self.dtype:
+            msgspec.structs.force_setattr(self, "dtype", dtype)
         if self.dtype not in DTYPE_BYTES:
             raise SpecError(
                 f"tensor {self.name!r}: dtype {self.dtype!r} is not one of {', '.join(DTYPE_BYTES)}"

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from ppstream.core.errors import ConfigError, PpstreamError, StoppedEarlyError
+from ppstream.core.errors import ConfigError, PpstreamError, SpecError, StoppedEarlyError
 from ppstream.core.interpreter import uncollected
 from ppstream.core.user_code import UserExitError, fault_of, is_a, traceback_of
 
@@ -157,7 +157,7 @@ def call_target(
 
     Raises:
         ConfigError: as ``load_target``; it cannot be called, or raised: its traceback is printed.
-            Errors of ours, a KeyboardInterrupt, and memory that ran out pass through.
+            Other errors of ours, a KeyboardInterrupt, and memory that ran out pass through.
     """
     maker = load_target(target) if found is None else found
     if not callable(maker):
@@ -176,6 +176,8 @@ def refused(error: BaseException, who: str) -> BaseException:
         fault = fault_of(error, who)
     except UserExitError as left:
         return ConfigError([str(left)])
+    if is_a(error, SpecError):  # of a tensor that it declares
+        return ConfigError([f"{who}: {error}"])
     if is_ours or fault.kind == "memory":
         return error
     logger.error("%s raised\n%s", who, traceback_of(error))

@@ -34,6 +34,11 @@ def test_every_tensor_is_aligned():
     assert layout.slot_bytes % ALIGNMENT_BYTES == 0
 
 
+@pytest.mark.parametrize("dtype", ["torch.float64", torch.float64])
+def test_a_dtype_of_torch_is_the_one_of_its_name(dtype):
+    assert TensorSpec("x", (1,), dtype) == TensorSpec("x", (1,), "float64")
+
+
 def test_unknown_dtype_and_empty_shape_are_refused():
     with pytest.raises(SpecError, match="dtype 'float8'"):
         TensorSpec("x", (1,), "float8")

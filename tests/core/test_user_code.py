@@ -14,6 +14,7 @@ import pytest
 from pipeline_in_process import NewestValues, PipelineInProcess, small_config
 
 from ppstream.core.errors import ConfigError, ExitCode, PolicyError
+from ppstream.core.specs import TensorSpec
 from ppstream.core.user_code import (
     SHOWN_MAX,
     WHAT_MAX,
@@ -399,6 +400,14 @@ def test_a_person_s_interrupt_memory_and_errors_of_ours_pass_through(
     with pytest.raises(type(error)) as found:
         call_target("policy.target", "logging:oddly", "build(options, device)", lambda f: f())
     assert found.value is error
+
+
+def test_a_tensor_that_a_build_declares_wrongly_is_a_problem_of_the_configuration() -> None:
+    def build() -> None:
+        TensorSpec("actions", (16, 6), "f64")
+
+    with pytest.raises(ConfigError, match=r"target: arm:build: tensor 'actions': dtype 'f64' "):
+        call_target("policy.target", "arm:build", "", lambda made: made(), found=build)
 
 
 def test_a_target_that_cannot_be_called_is_named() -> None:
