@@ -22,11 +22,14 @@ if TYPE_CHECKING:
 #: ``silent``: nothing accepted for longer than the stream's ``max_age_ms``; ``refused``: more than
 #: half of what came was; ``slow``: less than half the nominal rate; ``unchanged``: the same values
 #: for a second, which a resting robot's sensor also shows. A stream that comes on request is never
-#: silent or slow.
+#: silent or slow. One that falls back within 10 s is well again once it was for several looks.
 Condition = Literal["ok", "silent", "refused", "slow", "unchanged"]
 
 SLOW: Final = 0.5  # of the nominal rate
+FAST_AGAIN: Final = 0.6  # a slow stream is well from here on
 REFUSED: Final = 0.5  # of what came
+CALM_NS: Final = 10 * NS_PER_S  # after so long a stream has not fallen back: its change is new
+LOOKS_MAX: Final = 4  # in a row in which it is well, before that is told
 SAMPLES_MIN: Final = 10  # of a second: fewer show no rate, and no standstill
 COMPARED: Final = 16  # about so many samples of a second tell whether a sensor stands still
 RECENT_NS: Final = 2 * NS_PER_S  # the lead of a stream of which nothing came since is not known
@@ -51,7 +54,7 @@ class SensorChange(NamedTuple):
     stream: str
     condition: Condition
     before: Condition
-    why: str = ""  # of ``refused``: the reason, what was measured, the limit and the remedy
+    why: str = ""  # of one that degrades: what was measured, the limit and the remedy
 
 
 class _Seen(NamedTuple):
@@ -66,6 +69,31 @@ class _Seen(NamedTuple):
     accepted: int
     heard_ns: int
     dropped: Mapping[str, int]  # by reason
+
+
+class _Steadiness:
+    """Whether a stream's change is told: the sooner it fell back, the longer it has to be well."""
+
+    def __init__(self) -> None:
+        self._told_ns = NEVER_NS
+        self._wanted = 1  # looks
+        self._seen: tuple[Condition, int] = "ok", 0
+
+    def is_steady(self, found: Condition, was: Condition, now_ns: int) -> bool:
+        """True when ``found`` is to be told in the place of ``was``; call it at each look.
+
+        What degrades a stream that was not is, at once.
+        """
+        before, looks = self._seen
+        self._seen = found, looks + 1 if found == before else 1
+        is_worse = was == "ok" or (found in DEGRADED and was not in DEGRADED)
+        if found == was or (not is_worse and self._seen[1] < self._wanted):
+            return False
+        if is_worse:
+            is_calm = now_ns - self._told_ns > CALM_NS
+            self._wanted = 1 if is_calm else min(2 * self._wanted, LOOKS_MAX)
+        self._told_ns = now_ns
+        return True
 
 
 class SensorState:
@@ -88,6 +116,7 @@ class SensorState:
         self._tell = tell
         self._on_degraded = tell_degraded
         self._seen: dict[tuple[int, str], _Seen] = {}
+        self._steadiness: dict[tuple[int, str], _Steadiness] = {}
         self.conditions: dict[tuple[int, str], Condition] = {}  # of streams of present robots
         self._is_degraded = False
 
@@ -116,33 +145,59 @@ class SensorState:
         self._seen[key] = seen
         if place.session == 0 or before is None or before.session != place.session:
             self.conditions.pop(key, None)
+            self._steadiness.pop(key, None)
             return
-        found, was = _condition(stream, before, seen), self.conditions.get(key, "ok")
+        was = self.conditions.get(key, "ok")
+        found, why = _condition(stream, before, seen, was)
         if found == "ok" and place.lacks(stream.name):  # of a stream that comes on request, too
-            found = "silent"
+            found, why = "silent", _why_lacking(stream, seen)
         taken = seen.accepted - before.accepted
         if found == "ok" and stream.image is None and taken >= SAMPLES_MIN:
             bank = self._intake.banks[stream.name]
             found = "unchanged" if _is_unchanged(bank, row, ring, taken) else "ok"
-        self.conditions[key] = found
-        if found != was:
-            why = _why_refused(place, stream, before, seen) if found == "refused" else ""
+        steadiness = self._steadiness.setdefault(key, _Steadiness())
+        if steadiness.is_steady(found, was, now_ns):
+            self.conditions[key] = found
+            if found == "refused":
+                why = _why_refused(place, stream, before, seen)
             self._tell(SensorChange(row, stream.name, found, was, why))
+        else:
+            self.conditions[key] = was
 
 
-def _condition(stream: StreamConfig, before: _Seen, now: _Seen) -> Condition:
+def _condition(
+    stream: StreamConfig, before: _Seen, now: _Seen, was: Condition
+) -> tuple[Condition, str]:
+    """The condition of a second; why, where that is known from the counts."""
     seconds = (now.at_ns - before.at_ns) / NS_PER_S
     came, taken = now.received - before.received, now.accepted - before.accepted
     if came and came - taken > REFUSED * came:
-        return "refused"
+        return "refused", ""
     if stream.is_on_request:
-        return "ok"
-    if now.at_ns - now.heard_ns > max(stream.max_age_ms * NS_PER_MS, NS_PER_S):
-        return "silent"
+        return "ok", ""
+    age_ns = now.at_ns - now.heard_ns
+    limit_ns = max(round(stream.max_age_ms * NS_PER_MS), NS_PER_S)
+    if age_ns > limit_ns:
+        why = f"no sample for {_seconds(age_ns)}; limit {_seconds(limit_ns)}; see that it is pushed"
+        return "silent", why
     wanted = stream.most_hz * seconds
-    if wanted >= SAMPLES_MIN and taken < SLOW * wanted:
-        return "slow"
-    return "ok"
+    share = FAST_AGAIN if was == "slow" else SLOW
+    if wanted >= SAMPLES_MIN and taken < share * wanted:
+        return "slow", (
+            f"{taken / seconds:.1f} samples/s; limit {SLOW * stream.most_hz:g}, half its rate_hz; "
+            "see what slows it down, or set rate_hz to what it sends"
+        )
+    return "ok", ""
+
+
+def _why_lacking(stream: StreamConfig, now: _Seen) -> str:
+    """Words for a stream for want of whose samples no window is cut."""
+    age_ns = now.at_ns - now.heard_ns
+    newest = f"the newest came {_seconds(age_ns)} ago" if age_ns else "none came yet"
+    return (
+        f"no window is cut without samples of its last {stream.max_age_ms:g} ms; {newest}; "
+        "push it more often, or raise its max_age_ms"
+    )
 
 
 def _why_refused(place: RowInput, stream: StreamConfig, before: _Seen, now: _Seen) -> str:
@@ -164,7 +219,7 @@ def _why_refused(place: RowInput, stream: StreamConfig, before: _Seen, now: _See
 
 
 def _compare_clocks(place: RowInput, name: str, now_ns: int, limit_ns: int) -> str:
-    """Words for how far a stream is from those that are taken, and which one stands alone.
+    """Words for how far a stream is from those that are taken, and which one stands alone, if any.
 
     A stream's *lead* is that of its newest sample, taken or refused (``stamp_filter.py``).
     """

@@ -91,6 +91,33 @@ def test_less_than_half_of_the_nominal_rate_is_slow(rig, joints, told):
     assert rig.told() == told
 
 
+def test_slow_and_silent_say_what_was_measured_the_limit_and_what_helps(rig):
+    rig.second(joints=20, imu=0)
+    assert {change.stream: change.why for change in rig.changes} == {
+        "joints": "20.0 samples/s; limit 50, half its rate_hz; see what slows it down, or set "
+        "rate_hz to what it sends",
+        "imu": "no sample for 1.02 s; limit 1.00 s; see that it is pushed",
+    }
+
+
+def test_a_slow_stream_is_well_once_it_is_clearly_faster(rig):
+    for joints, told in ((49, "slow"), (55, None), (59, None), (61, "ok")):
+        rig.second(joints=joints)
+        assert rig.told() == ([("joints", told)] if told else [])
+
+
+def test_a_stream_that_is_slow_now_and_then_is_told_seldom(rig):
+    for number in range(60):
+        rig.second(joints=100 if number % 2 else 20)
+    assert rig.told() == [("joints", "slow"), ("joints", "ok"), ("joints", "slow")]
+    for _ in range(12):
+        rig.second()
+    assert rig.told() == [("joints", "ok")]
+    rig.second(joints=20)
+    rig.second()
+    assert rig.told() == [("joints", "slow"), ("joints", "ok")]  # it was well for long
+
+
 def test_a_robot_that_takes_over_a_row_is_not_judged_by_the_second_of_its_predecessor(rig):
     rig.row.close()
     rig.row.open(8)
