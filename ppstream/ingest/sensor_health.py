@@ -244,8 +244,12 @@ def _compare_clocks(place: RowInput, name: str, now_ns: int, limit_ns: int) -> s
     for other, lead_ns in leads.items():
         sides[lead_ns > middle_ns].append(other)
     few, many = sorted(sides, key=len)
-    alone = f"; {few[0]} is alone against {', '.join(many)}" if len(few) == 1 < len(many) else ""
-    return f", {_seconds(abs(ahead_ns))} {where} {first}; limit {_seconds(limit_ns)}{alone}"
+    if len(few) == 1 < len(many):
+        whose = f"{few[0]} is alone against {', '.join(many)}"
+    else:
+        stamps = (f"{other} {lead_ns / NS_PER_S:+.2f} s" for other, lead_ns in leads.items())
+        whose = f"whose stamps are off is not known (from rank 0's clock: {', '.join(stamps)})"
+    return f", {_seconds(abs(ahead_ns))} {where} {first}; limit {_seconds(limit_ns)}; {whose}"
 
 
 def _seconds(duration_ns: int) -> str:

@@ -173,9 +173,13 @@ def test_a_stream_that_is_refused_beside_many_is_alone():
 
 @pytest.mark.parametrize("others", [{}, {"left": 0, "front": -5}])
 def test_of_clocks_with_as_many_streams_none_is_alone(others):
-    found = refusals({"force": -5, "joints": 0, **others})
-    why = "100% of samples future, 5.00 s ahead of force; limit 1.00 s; stamp all streams by one"
-    assert found["joints"].startswith(why)
+    offsets = {"force": -5, "joints": 0, **others}
+    found = refusals(offsets)
+    stamps = ", ".join(f"{name} {offset_s:+.2f} s" for name, offset_s in offsets.items())
+    assert found["joints"] == (
+        "100% of samples future, 5.00 s ahead of force; limit 1.00 s; whose stamps are off is not "
+        f"known (from rank 0's clock: {stamps}); stamp all streams by one clock"
+    )
 
 
 def test_samples_out_of_order_are_told_with_how_late_they_are(rig):
