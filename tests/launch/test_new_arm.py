@@ -39,11 +39,18 @@ def written(folder: Path, *options: str) -> int:
 def test_what_it_writes_becomes_ready_and_moves_the_arm(tmp_path: Path) -> None:
     assert written(tmp_path) == 0
     assert sorted(file.name for file in tmp_path.iterdir()) == FILES
+    toml = tmp_path / FILES[0]  # its endpoint may be changed
+    toml.write_text(toml.read_text().replace("/tmp/ppstream-{uid}/", "/tmp/ppstream-{uid}/mine/"))
     # its own test, as its user runs it: a run of two ranks, and the robot beside it
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "my_arm_test.py"]
     done = subprocess.run(
-        command, cwd=tmp_path, env=os.environ | {"PATH": path}, capture_output=True, text=True
+        command,
+        cwd=tmp_path,
+        env=os.environ | {"PATH": path},
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert done.returncode == 0, done.stdout
     assert "1 passed" in done.stdout

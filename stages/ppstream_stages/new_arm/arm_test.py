@@ -5,13 +5,18 @@ import sys
 import time
 from pathlib import Path
 
+from msgspec import toml
+
 HERE = Path(__file__).parent
 
 
 def test_the_arm_moves(tmp_path: Path) -> None:
     endpoint, file = f"unix://{tmp_path}/robots", tmp_path / "run.toml"
     (run,) = HERE.glob("*.toml")
-    file.write_text(run.read_text().replace("unix:///tmp/ppstream-{uid}/robots", endpoint))
+    text = run.read_text()
+    named = toml.decode(text)["service"]["endpoint"]
+    assert named in text, f"{run}: write service.endpoint as it is read, {named}"
+    file.write_text(text.replace(named, endpoint))
     (robot,) = HERE.glob("*robot.py")
     settings = "--set", f"service.endpoint={endpoint}", "--set", f"log.root={tmp_path}/logs"
     served = subprocess.Popen(["ppstream", "run", str(run), *settings])
