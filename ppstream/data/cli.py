@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from ppstream.data.job import InputRecord, JobEnd, Told
 
 INTERRUPTED: Final = 130  # exit code, as of any program that Ctrl-C ends
+ACTION: Final = "action"  # the group that becomes LeRobot's column
 SKIPPED: Final = 3  # exit code: the data set is there, without inputs that could not be read
 
 
@@ -41,6 +42,14 @@ def resample(arguments: argparse.Namespace) -> tuple[str, int]:
         config, arguments.format, arguments.content, arguments.task, arguments.frames
     )
     job = ResampleJob(arguments.out, inputs, settings)
+    is_first = arguments.shard.number == 0
+    if is_first and arguments.format == "lerobot-v3" and ACTION not in config.groups:
+        names = ", ".join(stream.name for group in config.groups.values() for stream in group)
+        print(
+            f"resample: the data set has no column {ACTION!r}, which training wants: of the "
+            f'streams {names} none has group = "{ACTION}"; add what the robot was told as one',
+            file=sys.stderr,
+        )
     numbers = shard_of(inputs, *arguments.shard)
     jobs = arguments.jobs or min(os.cpu_count() or 1, len(numbers) or 1)
     with _progress(len(numbers)) as told:

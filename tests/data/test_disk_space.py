@@ -154,7 +154,8 @@ def test_a_full_disk_under_frames_ends_no_process(disk: Path, tmp_path: Path) ->
     command = [str(both), "--config", str(run), "--jobs", "1", str(path)]
     done = run_forked(command, LIMIT_S, disk)
     assert done.stdout.split() == [str(int(ExitCode.CONFIG))] * 2, done.stderr
-    for form, said in zip(FORMS, done.stderr.splitlines(), strict=True):
+    ends = [line for line in done.stderr.splitlines() if "no column" not in line]
+    for form, said in zip(FORMS, ends, strict=True):
         assert said.startswith(f"resample: {form}: the disk is full: 3.3 MiB free")
         assert not [*(disk / form / ".resample").glob("0*.[ps]*")]
 

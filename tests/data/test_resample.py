@@ -83,6 +83,19 @@ def test_frames_of_windows_are_the_windows(
     assert table == {"task_index": [0], "__index_level_0__": ["pick"]}
 
 
+def test_a_data_set_without_actions_says_so_and_how_a_stream_becomes_them(
+    recordings: list[Path], run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run.write_text(run.read_text().replace('group = "action"', 'group = "state"'))
+    assert make(run, tmp_path / "out", recordings[0]) == 0
+    said, *_ = capsys.readouterr().err.splitlines()
+    assert said.startswith("resample: the data set has no column 'action', which training wants: ")
+    assert 'streams arm, gripper none has group = "action"; add ' in said
+    assert "action" not in frames_in(tmp_path / "out")
+    assert make(run, tmp_path / "plain", recordings[0], "--format", "safetensors") == 0
+    assert "no column" not in capsys.readouterr().err
+
+
 def test_statistics_are_those_of_all_frames(
     recordings: list[Path], run: Path, tmp_path: Path
 ) -> None:
