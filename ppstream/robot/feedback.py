@@ -7,6 +7,7 @@ to and repeats nothing that is lost.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -29,12 +30,15 @@ from ppstream.wire.robot_messages import (
 if TYPE_CHECKING:
     from ppstream.robot.session import RobotSession
 
+logger = logging.getLogger("ppstream")
+
 MERGED_MAX: Final = 256  # chunks that nothing was said of yet; of more the newest count
 MAX_REPORTS: Final = 256  # waiting to be sent
 REPORTS_AT_ONCE: Final = 8  # so many leave together: each packet alone wakes rank 0
 REPORTS_LATE_NS: Final = 100 * NS_PER_MS  # fewer leave so long after the first
 STATE_SINCE_MINOR: Final = 2  # an older rank 0 does not know RobotState
 STATE_PAUSES_NS: Final = (NS_PER_S, 100 * NS_PER_MS)  # between two; when a hold or fault began
+FAULT_PAUSE_NS: Final = 2 * NS_PER_S  # between two faults that are logged
 MOST: Final = 2**53  # that the wire takes of a count or duration
 
 Send = Callable[[FromRobot], bool]
@@ -57,6 +61,7 @@ class Feedback:
         self._state: RobotState | None = None  # as it was told last
         self._state_ns = 0  # when it was
         self._is_urgent = False
+        self._told_ns = -FAULT_PAUSE_NS  # when a fault was last logged
         self._chunk_ns: int | None = None  # newest arrival since the run is ready
         self._gap_ns = 0
 
@@ -159,6 +164,8 @@ class Feedback:
         Returns:
             When to ask again; None: rank 0 does not want to know, or there is no session.
         """
+        if now_ns - self._told_ns > FAULT_PAUSE_NS:
+            self._tell_fault(now_ns)
         with self._lock:
             if not session or session != self._session:
                 return None
@@ -170,6 +177,12 @@ class Feedback:
             if state != self._state and send(state):
                 self._state = state
             return now_ns + STATE_PAUSES_NS[0]
+
+    def _tell_fault(self, now_ns: int) -> None:
+        """Here, not in the control loop: whoever reads the log may be slow."""
+        if fault := self._timeline.pop_fault():
+            self._told_ns = now_ns
+            logger.warning("fault %s; no action is executed while it stands", fault.split("\n")[0])
 
     def _state_now(self, session: int, now_ns: int) -> RobotState:
         holds, held_ns, faults, fault = self._timeline.holds(self._clock())

@@ -37,6 +37,7 @@ logger = logging.getLogger("ppstream")
 RETRY_NS: Final = (50 * NS_PER_MS, 2 * NS_PER_S)  # between Hellos: at first, and at most
 STUCK_NS: Final = NS_PER_S  # unable to send for this long: the connection is gone
 PINGS_PER_SILENCE: Final = 4  # keep well inside the server's limit
+DETAILS_SHOWN: Final = 4  # of a refusal, in the log
 CONNECTING: Final = "connecting"
 HOPELESS: Final = frozenset({"version", "contract"})  # asking again does not help
 UNSENDABLE: Final = (msgspec.ValidationError, UnicodeEncodeError)  # too long, or not UTF-8
@@ -88,6 +89,7 @@ class RobotSession:
         self._pause_ns = RETRY_NS[0]  # before that
         self._spoke_ns = 0  # when something was last sent in this session
         self._stuck_ns = 0  # since when nothing could be sent; 0: it could
+        self._told = set[str]()  # refusals that were logged since a session was held
         self._is_told = True  # the server knows the newest instruction
         self._tell_ns = 0  # else: when it is told
         self._ping_ns = NS_PER_S
@@ -189,6 +191,10 @@ class RobotSession:
             self.phase = answer.phase
         elif isinstance(answer, Refused):
             self.refused = answer
+            if self.opened and answer.reason not in self._told:  # else who connects is told
+                self._told.add(answer.reason)
+                why = "; ".join((answer.reason, *answer.details[:DETAILS_SHOWN]))
+                logger.warning("no new session: %s", why)
             if (due_ns := now_ns + self._refused_ns) > self._hello_ns:
                 self._hello_ns, self._pause_ns = due_ns, self._refused_ns
             self._refused_ns = min(2 * self._refused_ns, RETRY_NS[1])
@@ -234,6 +240,7 @@ class RobotSession:
             return False
         self.session, self.session_epoch = welcome.session, 0
         self.welcome, self.refused = welcome, None
+        self._told.clear()
         names = (stream.name for stream in self._hello.streams)
         self.rates = SampleRates(dict(zip(names, welcome.samples_per_s, strict=False)))
         self.conditioned = None

@@ -75,6 +75,7 @@ class HoldCounts:
     fault: str = ""
     _since_ns: int | None = None  # the hold under way
     _newest_ns: int = 0  # when it was last seen to go on
+    untold: str = ""  # the newest fault, until somebody has logged it
     _latched: str = ""  # the fault under way
     _has_executed: bool = False
 
@@ -99,7 +100,7 @@ class HoldCounts:
         self._latched = fault
         if is_new:
             self.faults += 1
-            self.fault = fault
+            self.fault = self.untold = fault
         return is_new
 
     def pause(self, at_ns: int) -> None:
@@ -201,7 +202,7 @@ class ClientStatistics:
     dispatch: Quantiles
 
     def line(self) -> str:
-        """For people: the connection, and the oldest action executed so far."""
+        """For people: the connection, the oldest action executed so far, and refused chunks."""
         if self.failure is not None:
             state = self.failure.partition("\n")[0]
         elif self.session:
@@ -212,4 +213,7 @@ class ClientStatistics:
             pause = f"{again.pause_ns / NS_PER_MS:g} ms"
             state = f"no session{why}: asked {again.attempts} times, pause {pause}"
         age = f"age p50 {self.age.p50_ns / NS_PER_MS:.1f} p99 {self.age.p99_ns / NS_PER_MS:.1f} ms"
-        return f"{state}; {age}; {self.timeline.oldest_text()}"
+        timeline = self.timeline
+        refused = ", ".join(f"{count} {why}" for why, count in timeline.refused.items() if count)
+        chunks = f"; of {timeline.received} chunks refused: {refused}" if refused else ""
+        return f"{state}; {age}; {timeline.oldest_text()}{chunks}"

@@ -228,11 +228,20 @@ class ActionTimeline:
         self.failure = why
         with self._lock:
             self._holds.latch(fault)
+            self._holds.untold = ""  # it is logged with its traceback
 
     def raise_failure(self) -> None:
         """Raises ReceiverEndedError when no chunk can come any more."""
         if self.failure is not None:
             raise ReceiverEndedError(self.failure)
+
+    def pop_fault(self) -> str:
+        """Returns the newest fault, once; empty: none latched since the last call."""
+        if not self._holds.untold:
+            return ""
+        with self._lock:
+            fault, self._holds.untold = self._holds.untold, ""
+        return fault
 
     def begin_session(self) -> None:
         """Restart the counts of holds and faults; a hold in progress belongs to the new session."""

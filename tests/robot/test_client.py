@@ -369,6 +369,49 @@ def test_a_clock_in_seconds_ends_the_client_with_what_it_must_return() -> None:
             client.push("joints", client.clock(), [1, 2, 3])
 
 
+def test_a_fault_is_logged_with_or_without_a_session_and_not_by_the_loop(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    endpoint = f"unix://{tmp_path}/robot"
+    with make_client(endpoint) as client:
+        with pytest.raises(PeerLostError):
+            client.connect(0)
+        client.timeline.held(now_ns(), "client: it was closed\nby whom")
+        wait_until(lambda: "fault client: it was closed; no action is exec" in caplog.text)
+        with serving(make_config(endpoint)):
+            client.connect()
+            for number in range(5):  # one of many in a row, and the newest
+                client.timeline.held(now_ns(), f"stop: {number}")
+            wait_until(lambda: "fault stop: 4; no action is executed while it st" in caplog.text)
+    told = [record for record in caplog.records if "no action is executed" in record.message]
+    assert len(told) <= 3
+    assert {record.threadName for record in told} == {"ppstream-robot"}
+
+
+def test_a_refusal_of_a_run_that_came_instead_of_another_is_logged_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    endpoint = f"unix://{tmp_path}/robot"
+    with make_client(endpoint) as client:
+        with serving(make_config(endpoint)):
+            client.connect()
+        other = msgspec.structs.replace(make_config(endpoint), streams=make_config().streams[:1])
+        with serving(other):
+            wait_until(lambda: client.statistics().reconnecting.refusal == "contract")
+            attempts = client.statistics().reconnecting.attempts
+            wait_until(lambda: client.statistics().reconnecting.attempts > attempts + 1)
+    (line,) = [r.message for r in caplog.records if r.message.startswith("no new session: contr")]
+    assert "imu" in line
+
+
+def test_chunks_that_are_refused_are_in_the_client_s_line() -> None:
+    client = make_client("unix:///tmp/nobody")
+    assert "refused" not in client.statistics().line()
+    for seq in range(2):
+        assert client.timeline.merge(make_chunk(seq), 10 * LEASE_NS) == "expired"
+    assert client.statistics().line().endswith("executed; of 2 chunks refused: 2 expired")
+
+
 def test_a_full_server_says_so_and_admits_when_there_is_room() -> None:
     with serving() as server:
         first, second = (make_client(server.sessions.endpoint, robot=name) for name in "ab")
