@@ -72,7 +72,7 @@ class _Seen(NamedTuple):
 
 
 class _Steadiness:
-    """Whether a stream's change is told: the sooner it fell back, the longer it has to be well."""
+    """Says when a stream's change is told: the sooner it fell back, the longer it must be well."""
 
     def __init__(self) -> None:
         self._told_ns = NEVER_NS

@@ -90,6 +90,7 @@ class Served:
 
     clock = staticmethod(now_ns)
     ready = True
+    phase = "ready"
     failing = ""
 
     def __init__(self, endpoint: str, *, actions: Sequence[str], **_: Any) -> None:
@@ -123,7 +124,7 @@ def test_its_robot_ends_with_the_fault_that_lets_the_arm_move_no_more(
     monkeypatch.setattr(Served, "failing", failing)
     with pytest.raises(SystemExit) as ended:  # Python prints it, and ends with 1
         robot.main(str(locate("two_cameras")), 10)
-    assert ended.value.code == f"the arm holds after the fault {fault}"
+    assert ended.value.code == f"the arm holds after the fault {fault}; the run was ready"
     said = capsys.readouterr()
     assert f"faults: 1 (last: {fault})" in said.out
     assert said.err.endswith("OSError: unplugged\n" if failing else "")

@@ -96,7 +96,7 @@ def main(file: str, duration_s: float | None = None) -> None:
             end.set()
     print(loop.statistics().line())
     if loop.fault is not None:
-        raise SystemExit(f"the arm holds after the fault {loop.fault}")
+        raise SystemExit(f"the arm holds after the fault {loop.fault}; the run was {client.phase}")
 
 
 if __name__ == "__main__":
