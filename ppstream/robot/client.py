@@ -260,7 +260,7 @@ class RobotClient:
     def begin_asking(
         self, samples: Mapping[str, Any], stamp_ns: int | None = None, *, wait_s: float = 0
     ) -> Asking | None:
-        """An ``ask`` that is awaited elsewhere, until ``end_asking``; None: another one still is."""
+        """Begin an ``ask`` for others to await; None: another's still is. Errors as ``push``."""
         link = self._living_link()
         if not self._asking.acquire(timeout=min(max(0.0, wait_s), threading.TIMEOUT_MAX)):
             return None
