@@ -24,14 +24,12 @@ class Rhythm:
     Attributes:
         next_ns: when the next one is expected; None: the newest was out of step, or they are so
             many that caches stay warm, or so few that nobody knows.
-        soon_ns: the same, of so many.
     """
 
     def __init__(self) -> None:
         self._newest_ns = self._expected_ns = self._step_ns = 0
         self._odd = ODD_MAX + 1
         self.next_ns: int | None = None
-        self.soon_ns: int | None = None
 
     def note(self, at_ns: int) -> None:
         """One came at ``at_ns``."""
@@ -47,10 +45,8 @@ class Rhythm:
                 self._expected_ns = at_ns
         self._newest_ns = at_ns
         self._expected_ns += self._step_ns
-        is_even = self._odd == 0 and self._step_ns <= LONGEST_NS
-        expected_ns = self._expected_ns if is_even else None
-        self.next_ns = expected_ns if self._step_ns >= SHORTEST_NS else None
-        self.soon_ns = expected_ns if self._step_ns < SHORTEST_NS else None
+        is_even = self._odd == 0 and SHORTEST_NS <= self._step_ns <= LONGEST_NS
+        self.next_ns = self._expected_ns if is_even else None
 
     def ready_ns(self, now_ns: int, ahead_ns: int = AHEAD_NS) -> int | None:
         """When to get ready, ``ahead_ns`` before the next one or the one behind; None: unknown."""

@@ -4,8 +4,7 @@ After some milliseconds of other work the same call takes several times what it 
 mostly for memory that left the caches; and a CPU that has slept wakes late. A dry run reads the
 newest data, writes into memory of its own and accounts for nothing. When a result is about to come,
 rank 0 looks for it and does not sleep. On a host with CPUs to spare a rank does not sleep between a
-dry run and its envelope either, nor about the instant when one of many close ones is expected, as
-long as nobody else wants that CPU.
+dry run and its envelope either, as long as nobody else wants that CPU.
 """
 
 from __future__ import annotations
@@ -41,10 +40,9 @@ class KeepWarm:
     A dry run begins so early that it usually ends ``ahead_ns`` before: what the robot does then, on
     this CPU perhaps, finds it free. Bring-up is measured without. Dry runs end, and an event says
     why, when one raises. When they take more than ``LONGEST_NS``, as on a busy machine, there are
-    none for ``PAUSE_NS``. Behind a dry run, and ``EARLY_NS`` before an envelope that comes too soon
-    for one, the CPU stays awake until ``LATE_NS`` after that is expected, where the host has CPUs
-    to spare; when another thread takes that CPU in ``TAKEN_MAX`` such waits in a row, not for the
-    next ``SHARED_NS``.
+    none for ``PAUSE_NS``. Behind a dry run the CPU stays awake until ``LATE_NS`` after the envelope
+    is expected, where the host has CPUs to spare; when another thread takes that CPU in
+    ``TAKEN_MAX`` such waits in a row, not for the next ``SHARED_NS``.
 
     Args:
         log: of this rank.
@@ -101,54 +99,42 @@ class KeepWarm:
         return ready
 
     def _wait(self, waiter: Waiter, limit_ns: int, phase: str) -> Sequence[int]:
+        if self._rhythm.next_ns is None or phase not in SERVING:
+            return waiter.wait(max(0, limit_ns))
         now = now_ns()
         until_ns = now + limit_ns
-        may_stay_awake = self._may_stay_awake and now >= self._shared_ns
-        soon_ns = self._rhythm.soon_ns if may_stay_awake else None
-        if (soon_ns is None and self._rhythm.next_ns is None) or phase not in SERVING:
-            return waiter.wait(max(0, limit_ns))
         if self.sent_ns is not None and self._usual_trip_ns and now >= self._paused_ns:
             due_ns = self.sent_ns + self._usual_trip_ns
-            look_ns = None if soon_ns is None else self._look_ns
-            ready = self._awake(waiter, due_ns - EARLY_NS, due_ns, until_ns, look_ns)
-            if ready is not None:
-                return ready
-        if soon_ns is not None:
-            ready = self._awake(waiter, soon_ns - EARLY_NS, soon_ns, until_ns, self._look_ns)
-            if ready is not None:
-                return ready
-        now = now_ns()
+            if now < due_ns + LATE_NS and due_ns - EARLY_NS < until_ns:
+                ready = waiter.wait(due_ns - EARLY_NS - now) if now < due_ns - EARLY_NS else ()
+                if ready or waiter.woken:
+                    return ready
+                ready = waiter.wait_awake(min(until_ns, due_ns + LATE_NS) - now_ns())
+                if ready or waiter.woken:
+                    return ready
+                now = now_ns()
         while (at_ns := self._next_ns(now)) is not None and at_ns < until_ns:
             ready = waiter.wait(at_ns - now)
             if ready or waiter.woken:
                 return ready
-            due_ns = at_ns + self._ahead_ns + self._usual_ns
+            late_ns = at_ns + self._ahead_ns + self._usual_ns + LATE_NS
             self._run()
-            if may_stay_awake:
-                ready = self._awake(waiter, at_ns, due_ns, until_ns, self._look_ns)
-                if ready is not None:
-                    return ready
+            ready = self._stay_awake(waiter, min(until_ns, late_ns))
+            if ready or waiter.woken:
+                return ready
             now = now_ns()
         return waiter.wait(max(0, until_ns - now))
 
-    def _awake(
-        self, waiter: Waiter, begin_ns: int, due_ns: int, until_ns: int, look_ns: int | None
-    ) -> Sequence[int] | None:
-        """Sleep until ``begin_ns``, and be awake from there on; None: nothing came by then."""
-        now, end_ns = now_ns(), min(until_ns, due_ns + LATE_NS)
-        if now >= end_ns or begin_ns >= until_ns:
-            return None
-        if now < begin_ns:
-            ready = waiter.wait(begin_ns - now)
-            if ready or waiter.woken:
-                return ready
-        before = preemptions() if look_ns else 0
-        ready = waiter.wait_awake(end_ns - now_ns(), look_ns)
-        if look_ns:
-            self._taken = self._taken + 1 if preemptions() != before else 0
-            if self._taken >= TAKEN_MAX:
-                self._taken, self._shared_ns = 0, end_ns + SHARED_NS
-        return ready if ready or waiter.woken else None
+    def _stay_awake(self, waiter: Waiter, until_ns: int) -> Sequence[int]:
+        now = now_ns()
+        if not self._may_stay_awake or now < self._shared_ns or until_ns <= now:
+            return ()
+        before = preemptions()
+        ready = waiter.wait_awake(until_ns - now, self._look_ns)
+        self._taken = self._taken + 1 if preemptions() != before else 0
+        if self._taken >= TAKEN_MAX:
+            self._taken, self._shared_ns = 0, now + SHARED_NS
+        return ready
 
     def expects(self, phase: str) -> bool:
         """True when ``get_ready`` will run before another envelope comes, if that is in step."""

@@ -209,29 +209,6 @@ def test_between_a_dry_run_and_its_envelope_a_cpu_to_spare_stays_awake(
     assert awake_for_envelopes(monkeypatch, taken=quiet, has_cpus=False) == [(0, 0)] * 4
 
 
-@pytest.mark.parametrize(
-    ("has_cpus", "phase"), [(True, "ready"), (True, "bring-up"), (False, "ready")]
-)
-def test_of_many_close_envelopes_each_is_awaited_awake_without_a_dry_run(
-    monkeypatch: pytest.MonkeyPatch, has_cpus: bool, phase: str
-) -> None:
-    monkeypatch.setattr("ppstream.pipeline.keep_warm.has_spare_cpus", lambda: has_cpus)
-    coming, runs = Coming(monkeypatch), list[int]()
-    waiter: Any = coming
-    warm, _ = ready_for_one(lambda: runs.append(1))
-    for late_ns in (0, 3 * LATE_NS):
-        expected_ns = coming.now_ns + NS_PER_MS
-        in_step(warm, expected_ns, 2 * NS_PER_MS)
-        coming.late_ns = NS_PER_MS + late_ns
-        assert warm.wait(waiter, NS_PER_S, phase) == [7]
-        assert coming.now_ns == expected_ns + late_ns
-        is_awake = has_cpus and phase == "ready"
-        span = (expected_ns - EARLY_NS, expected_ns + min(late_ns, LATE_NS))
-        assert coming.awake == ([span] if is_awake else [])
-        coming.awake.clear()
-    assert not runs
-
-
 def test_a_cpu_that_another_thread_takes_again_and_again_is_left_to_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
