@@ -8,6 +8,7 @@ Several hosts, and restarts, are torchrun's: ``torchrun -m ppstream.serve``.
 from __future__ import annotations
 
 import argparse
+import itertools
 import logging
 import os
 import signal
@@ -147,17 +148,24 @@ class RankLauncher:
             self._cut_short = "SIGINT came again; "
 
     def _ask(self) -> None:
-        """Pass the stop on, also to ranks that start only now; end those that do not heed it."""
-        limit_s = self._config.liveness.drain_s + CLOSE_GRACE_S + SPARE_S
+        """Pass the stop on, also to ranks that start only now; end those that do not heed it.
+
+        A rank 0 that has not met all others serves nobody: it has nothing to drain, nor to close.
+        """
+        drain_s, since_s = self._config.liveness.drain_s, 0.0
         asked: list[HeldProcess] = []
-        for look in range(round(limit_s / LEAD_S)):
-            if self._cut_short:
+        for look in itertools.count():
+            met = self._met()
+            limit_s = drain_s + CLOSE_GRACE_S + SPARE_S
+            if asked and met < self._count - 1:
+                limit_s = min(limit_s, since_s + max(drain_s, SPARE_S))
+            if self._cut_short or look * LEAD_S >= limit_s:
                 break
             if look == SILENT_LOOKS:
                 self._tell(limit_s - look * LEAD_S)
             if asked and asked[0].wait_gone(0):  # however long it took to leave
                 self._end_ranks(self._met())
-            elif asked and len(asked) > self._met():  # it would take rank 0 for a lost one
+            elif asked and len(asked) > met:  # it would take rank 0 for a lost one
                 asked[0].wait_gone(LEAD_S)
                 continue
             # rank 0, and the next a moment later
@@ -167,6 +175,7 @@ class RankLauncher:
                 process.signal(signal.SIGTERM)  # SIGINT raises where a rank still imports
                 asked.append(process)
                 if len(asked) == 1:
+                    since_s = look * LEAD_S
                     if not process.wait_gone(LEAD_S):
                         continue
                     self._end_ranks(self._met())

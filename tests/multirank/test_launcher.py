@@ -234,6 +234,29 @@ def test_a_rank_that_rank_0_never_met_is_ended_behind_it(tmp_path: Path, is_late
     raise AssertionError("the ranks always met first")
 
 
+def test_a_rank_0_that_hears_no_stop_before_it_has_met_the_others_is_not_waited_for(
+    tmp_path: Path,
+) -> None:
+    """It serves nobody: nothing is under way that could end first."""
+    for attempt in range(10):
+        folder = tmp_path / str(attempt)
+        folder.mkdir()
+        with launched(folder, *SERVE_ON) as run:
+            wait_until(run.has_ranks, seconds=40)
+            for rank in run.ranks:  # the other one would end it
+                rank.signal(signal.SIGSTOP)
+            found = Run.of_launcher(folder, run.process.pid)
+            if found is not None and found.ranks_met():
+                continue  # this process was slower than both: again
+            run.process.terminate()
+            assert run.wait(25) == 20, run.text()
+            said = "no end within 5 s of the stop; rank 0 ended with signal 9 SIGKILL; "
+            assert run.last_line().startswith(f"ppstream: exit 20 PEER_LOST {said}")
+            assert "within 3 s; Ctrl-C" in run.text()
+            return
+    raise AssertionError("the ranks always met first")
+
+
 def test_a_run_that_nohup_has_started_outlives_its_terminal(tmp_path: Path) -> None:
     output = tmp_path / "output"
     command = ["nohup", *run_command(f"log.root={tmp_path}", *SERVE_ON), "--nproc=1"]
