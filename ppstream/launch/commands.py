@@ -12,11 +12,11 @@ import signal
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from importlib.metadata import version
 from typing import Final, NamedTuple
 
 USAGE_ERROR: Final = 2  # as argparse
 READER_LEFT: Final = 128 + signal.SIGPIPE  # as a shell has it
+INTERRUPTED: Final = 128 + signal.SIGINT
 
 
 class Command(NamedTuple):
@@ -49,6 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(_help())
         return 0
     if name == "--version":
+        from importlib.metadata import version  # here: no other command waits for it
+
         print(f"ppstream {version('ppstream')}")
         return 0
     if name not in COMMANDS:
@@ -66,6 +68,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
         return READER_LEFT
+    except KeyboardInterrupt:  # before the command takes signals itself, if it does
+        if name != "run":
+            return INTERRUPTED
+        print("ppstream: exit 0 DRAINED SIGINT before the run was ready", file=sys.stderr)
+        return 0  # as once its ranks start
     return code
 
 

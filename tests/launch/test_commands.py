@@ -46,6 +46,25 @@ def test_an_unknown_command_gets_a_hint(capsys: pytest.CaptureFixture[str]) -> N
     assert "there is no command 'rum' (did you mean 'run'?)" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("name", "code", "said"),
+    [("run", 0, "ppstream: exit 0 DRAINED SIGINT before the run was ready\n"), ("check", 130, "")],
+)
+def test_ctrl_c_before_a_command_has_begun_is_no_traceback(
+    name: str,
+    code: int,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def interrupted(_args: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("ppstream.config.load.load", interrupted)
+    assert main([name, "run.toml"]) == code
+    assert capsys.readouterr().err == said
+
+
 def test_a_reader_that_has_seen_enough_gets_no_traceback() -> None:
     command = [sys.executable, "-m", "ppstream.launch.commands", "explain", "--all"]
     read_fd, write_fd = os.pipe()
