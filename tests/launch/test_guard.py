@@ -16,7 +16,7 @@ from ranks import CONFIG, environment_without_ranks, free_port
 from robot_rig import wait_until
 
 from ppstream.config import load
-from ppstream.control.peer_process import children, ranks_started_by
+from ppstream.control.peer_process import HeldProcess, children, ranks_started_by
 from ppstream.launch import guard
 
 SPARE = ("placement.replicas=3", "placement.replicas_min=2")
@@ -44,11 +44,30 @@ def test_replicas_that_may_be_lost_have_one(
     assert not guard.is_wanted(config, rank), "it has one"
 
 
+def environment_of_rank_1() -> dict[str, str]:
+    ranks = {"WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    return environment_without_ranks() | ranks | {guard.RANK: "1"}
+
+
+#: A guard that is asked to stop between the start of its rank and its next step.
+ASKED = """
+import os, signal, subprocess, sys
+from ppstream.launch import guard
+start = subprocess.Popen
+def started(*arguments, **more):
+    rank = start(*arguments, **more)
+    print(rank.pid, flush=True)
+    os.kill(os.getpid(), signal.SIGTERM)
+    return rank
+subprocess.Popen = started
+sys.exit(guard.main(sys.argv[1:]))
+"""
+
+
 @contextmanager
 def guarded(*by: str) -> Iterator[subprocess.Popen[str]]:
     """The guard of rank 1 of four, which looks for a store that nobody serves."""
-    ranks = {"WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    environment = environment_without_ranks() | ranks | {guard.RANK: "1"}
+    environment = environment_of_rank_1()
     heard = ["env", "--default-signal=HUP"]  # nohup may have started these tests
     command = [*heard, *by, sys.executable, "-m", guard.__name__, "--config", str(CONFIG)]
     pipes: Any = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
@@ -99,3 +118,20 @@ def test_a_rank_that_ends_before_rank_0_can_see_it_ends_its_guard_so() -> None:
     environment = os.environ | ranks | {guard.RANK: "1"}
     refused = [*command, "--set", "placement.replicas=0"]
     assert subprocess.run(refused, env=environment, timeout=60).returncode == 11
+
+
+def test_a_stop_while_its_rank_starts_is_passed_on_to_it() -> None:
+    """Ended by it, the guard left the rank behind, which took nobody for its launcher."""
+    spare = [word for setting in SPARE for word in ("--set", setting)]
+    command = [sys.executable, "-c", ASKED, "--config", str(CONFIG), *spare]
+    pipes: Any = {"stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, env=environment_of_rank_1(), **pipes) as process:
+        assert process.stdout is not None
+        rank = HeldProcess.of(int(process.stdout.readline()))
+        try:
+            assert process.wait(60) == -signal.SIGTERM
+            assert rank is None or rank.wait_gone(0)
+        finally:
+            if rank is not None:
+                rank.end()
+                rank.close()
