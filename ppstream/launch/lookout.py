@@ -186,7 +186,8 @@ class Lookout:
             self._siblings = []
             end.leave_when_lost()
             return
-        looks = self._stopped_looks.get(rank, 0) + 1 if process.state() == "T" else 0
+        is_stopped = process.state() == "T" and not end.is_leaving
+        looks = self._stopped_looks.get(rank, 0) + 1 if is_stopped else 0
         self._stopped_looks[rank] = looks
         if looks > self._stopped_looks_max:
             what = f"rank {rank} was stopped before it served"

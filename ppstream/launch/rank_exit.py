@@ -267,6 +267,11 @@ class RankEnd:
             raise StoppedEarlyError(self._how_gone(), ExitCode.PEER_LOST)
         raise StoppedEarlyError(f"{name} before the run was ready")
 
+    @property
+    def is_leaving(self) -> bool:
+        """It has decided, or was asked to stop before anything had started: with that reason."""
+        return self.decided is not None or bool(self._asked_early)
+
     def pass_stops_to(self, act: Callable[[str], None]) -> None:
         """From now on a signal is answered by ``act``, and so is one before that something caught.
 

@@ -25,7 +25,7 @@ from robot_rig import wait_until
 from ppstream.control.heartbeat import HeartbeatThread
 from ppstream.control.peer_process import HeldProcess, children, of_rank, of_ranks
 from ppstream.core.clock import NS_PER_S
-from ppstream.core.errors import ExitCode, PeerLostError
+from ppstream.core.errors import ExitCode, PeerLostError, StoppedEarlyError
 from ppstream.launch import lookout
 from ppstream.launch.lookout import Lookout
 from ppstream.launch.rank_exit import RankEnd
@@ -121,6 +121,22 @@ def test_a_stopped_one_is_ended_and_the_reason_says_so(sibling: subprocess.Popen
     assert end.reason == (
         f"rank 1 was stopped before it served; its process {sibling.pid} (state T) was ended"
     )
+
+
+@pytest.mark.parametrize("is_asked", [False, True])
+def test_a_stopped_one_is_no_reason_for_a_rank_that_leaves_already(
+    sibling: subprocess.Popen[bytes], is_asked: bool
+) -> None:
+    with looking() as end:
+        if is_asked:
+            with pytest.raises(StoppedEarlyError):
+                end.stop_early("SIGTERM")
+        else:
+            with end.closing():
+                pass
+        sibling.send_signal(signal.SIGSTOP)
+        assert not end.left.wait(0.6)
+    assert sibling.poll() is None
 
 
 def test_short_stops_do_not_add_up(sibling: subprocess.Popen[bytes]) -> None:

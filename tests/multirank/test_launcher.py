@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from forked_process import ForkedProcess
-from ranks import BRIEF, CONFIG, SERIAL, SERVED, Ranks, environment_without_ranks
+from ranks import BRIEF, CONFIG, NOTICED_BY, SERIAL, SERVED, Ranks, environment_without_ranks
 from robot_rig import wait_until
 
 from ppstream.control.peer_process import HeldProcess, children, ranks_started_by
@@ -215,7 +215,7 @@ def test_a_rank_that_rank_0_never_met_is_ended_behind_it(tmp_path: Path, is_late
     for attempt in range(10):
         folder = tmp_path / str(attempt)
         folder.mkdir()
-        with launched(folder, *SERVE_ON) as run:
+        with launched(folder, *SERVE_ON, *NOTICED_BY[signal.SIGKILL]) as run:
             wait_until(run.has_ranks, seconds=40)
             run.ranks[1].signal(signal.SIGSTOP)  # it is slower: a signal to stop it is not heeded
             found = Run.of_launcher(folder, run.process.pid)
@@ -241,9 +241,9 @@ def test_a_rank_0_that_hears_no_stop_before_it_has_met_the_others_is_not_waited_
     for attempt in range(10):
         folder = tmp_path / str(attempt)
         folder.mkdir()
-        with launched(folder, *SERVE_ON) as run:
+        with launched(folder, *SERVE_ON, *NOTICED_BY[signal.SIGKILL]) as run:
             wait_until(run.has_ranks, seconds=40)
-            for rank in run.ranks:  # the other one would end it
+            for rank in run.ranks:
                 rank.signal(signal.SIGSTOP)
             found = Run.of_launcher(folder, run.process.pid)
             if found is not None and found.ranks_met():
