@@ -123,7 +123,10 @@ class RankLauncher:
                 ExitCode.INTERNAL, f"the ranks could not be started: {self._fault}"
             )
             return int(ExitCode.INTERNAL)
-        code = self._code()
+        code, begun = self._code(), self._own_run()
+        if begun is not None:
+            with suppress(ConfigError):  # a full disk, say: the last line has the code
+                begun.returned(code)
         if code is not ExitCode.DRAINED:
             RankEnd(0).print_last_line(code, self._reason())
         elif self._failures.get(0) and self._asked is not None:  # it could not tell yet

@@ -167,6 +167,14 @@ class Run:
         """Complete run.json: the run is over."""
         self.describe(finished_utc=utc_now(), exit_code=int(code))
 
+    def returned(self, code: ExitCode) -> None:
+        """Put into run.json what the launcher returns, where that is not rank 0's code.
+
+        Raises as ``describe``.
+        """
+        if _read(self.directory / "run.json").get("exit_code", code) != code:
+            self.describe(exit_code=int(code))
+
     @classmethod
     def joined(cls, directory: Path, keep: int) -> Run:
         """The run that rank 0 began.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -330,6 +331,8 @@ def test_a_killed_rank_0_is_a_lost_one(tmp_path: Path) -> None:
         assert run.wait(15) == 20, run.text()
         said = "ppstream: exit 20 PEER_LOST rank 0 ended with signal 9 SIGKILL; "
         assert run.last_line().startswith(said)
+        manifest = json.loads((run.log.directory / "run.json").read_text())
+        assert (manifest["exit_code"], manifest["finished_utc"]) == (20, None)
 
 
 def test_a_crashed_policy_rank_is_told_with_its_signal(tmp_path: Path) -> None:
@@ -350,6 +353,7 @@ def test_a_run_whose_policy_rank_fails_first_ends_with_its_code(tmp_path: Path) 
         assert run.wait() == 26, run.text()
         assert run.last_line() == f"ppstream: exit 26 POLICY_OUTPUT {run.log.directory}"
         assert {rank: end["code"] for rank, end in run.log.exits().items()} == {"0": 20, "1": 26}
+        assert json.loads((run.log.directory / "run.json").read_text())["exit_code"] == 26
 
 
 @pytest.mark.parametrize("phase", ["warming", "ready"])
