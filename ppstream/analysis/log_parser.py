@@ -7,7 +7,9 @@ be read; a known key with a value of the wrong type is refused, with the place w
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import fields
+from operator import itemgetter
 from typing import Any, Final, NamedTuple, get_type_hints
 
 from ppstream.analysis.json_values import INT_MAX, int_of, mapping_of, shown, text_of
@@ -42,7 +44,6 @@ RANKS_MAX: Final = 1024
 DEPTH_MAX: Final = 4096  # of D_in and D_out
 AGE_MAX_NS: Final = 3_600_000_000_000  # an hour: no robot executes an older action
 COUNT_MAX: Final = 1 << 62  # of what a robot counts, in ns too
-
 
 _Key = tuple[int, int, int, int]  # generation, lane, epoch, seq
 
@@ -153,9 +154,10 @@ class _Sorted:
             if line.rank in self.members:
                 self.members[line.rank].append(_stage1(line))
             elif 1 <= place <= len(self.places):
-                self.places[place - 1].setdefault(_key(line), _stage1(line))
+                found = _stage1(line)
+                self.places[place - 1].setdefault(_identity(found), found)
                 if line.rank in self._replicas:
-                    self.answered_by.setdefault(_key(line), line.rank)
+                    self.answered_by.setdefault(_identity(found), line.rank)
             else:
                 self.ignored += 1
         elif kind == "event":
@@ -311,6 +313,16 @@ def _named(line: type, hint: object) -> tuple[str, ...]:
 _LINES: Final[tuple[type, ...]] = (EnvelopeLine, PolicyLine)
 _NUMBERS: Final = {line: _named(line, int | None) for line in _LINES}
 _TEXTS: Final = {line: _named(line, str | None) for line in _LINES}
+
+
+def _in_order(line: type) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+    """Picks the fields of ``line`` from its numbers, texts, head, and one None for all others."""
+    head = "kind", "run_id", "mode", "generation", "lane", "epoch", "seq"
+    have = (*_NUMBERS[line], *_TEXTS[line], *head)
+    return itemgetter(*(have.index(f.name) if f.name in have else -1 for f in fields(line)))
+
+
+_IN_ORDER: Final = {line: _in_order(line) for line in _LINES}
 _MEMORY: Final = _named(MemoryLine, int | None)
 _ROBOT_COUNTS: Final = _named(RobotStateLine, int | None)
 _REQUEST_COUNTS: Final = _named(RobotRequests, int)
@@ -321,39 +333,31 @@ _SHARED: Final = tuple(header_words(EnvelopeLine))
 
 def _envelope(line: LogLine) -> Envelope:
     found = line.fields
-    envelope = Envelope(
-        **_declared(EnvelopeLine, line),
-        input_age_ns=_input_ages_ns(found.get("input_age_ns")),
-        lease_ns=_lease_ns(found.get("window_end_ns"), found.get("expires_ns")),
-    )
+    envelope = Envelope(*_declared(EnvelopeLine, line))
+    envelope.input_age_ns = _input_ages_ns(found.get("input_age_ns"))
+    envelope.lease_ns = _lease_ns(found.get("window_end_ns"), found.get("expires_ns"))
     if envelope.tDecode is None:  # the older name of the same stamp
         envelope.tDecode = int_of(found, "tC0", line.where)
     return envelope
 
 
 def _stage1(line: LogLine) -> PolicyLine:
-    return PolicyLine(**_declared(PolicyLine, line))
+    return PolicyLine(*_declared(PolicyLine, line))
 
 
-def _declared(kind: type, line: LogLine) -> dict[str, Any]:
-    """Numbers, texts and names of the line, by the fields that ``kind`` declares."""
-    found, where = line.fields, line.where
-    get = found.get
-    values: dict[str, Any] = {  # what most fields have costs no call
-        name: value
-        if (value := get(name)) is None or (type(value) is int and -INT_MAX <= value <= INT_MAX)
-        else int_of(found, name, where)
-        for name in _NUMBERS[kind]
-    }
-    for name in _TEXTS[kind]:
-        values[name] = text_of(found.get(name))
-    values["kind"], values["run_id"] = (
-        text_of(found.get("kind")),
-        text_of(found.get("run_id")) or "",
-    )
-    values["mode"] = text_of(found.get("mode") or "throughput")
-    values["generation"], values["lane"], values["epoch"], values["seq"] = _key(line)
-    return values
+def _declared(kind: type, line: LogLine) -> tuple[Any, ...]:
+    """Numbers, texts and names of the line, as ``kind`` declares its fields: None for others."""
+    found, names = line.fields, _NUMBERS[kind]
+    numbers: tuple[Any, ...] = (*map(found.get, names),)
+    given = [*filter(None, numbers)]  # what nearly all lines have costs no call for each field
+    if not {int, type(None)}.issuperset(map(type, numbers)) or (
+        given and not -INT_MAX <= min(given) <= max(given) <= INT_MAX
+    ):
+        numbers = (*(int_of(found, name, line.where) for name in names),)
+    texts = (text_of(found.get(name)) for name in _TEXTS[kind])
+    run_id, mode = found.get("run_id"), found.get("mode") or "throughput"
+    head = text_of(found.get("kind")), text_of(run_id) or "", text_of(mode), *_key(line)
+    return _IN_ORDER[kind]((*numbers, *texts, *head, None))
 
 
 def _join(envelope: Envelope, lines: Sequence[PolicyLine | None]) -> Envelope:
@@ -396,8 +400,8 @@ def _key(line: LogLine) -> _Key:
     )
 
 
-def _identity(envelope: Envelope) -> _Key:
-    return envelope.generation, envelope.lane, envelope.epoch, envelope.seq
+def _identity(line: Envelope | PolicyLine) -> _Key:
+    return line.generation, line.lane, line.epoch, line.seq
 
 
 def _order(envelope: Envelope) -> tuple[int, int, int, int, int]:
@@ -487,10 +491,10 @@ def _input_ages_ns(value: object) -> Mapping[str, int] | None:
     """By stream; of several rows the oldest, rows without a robot left out."""
     if not isinstance(value, Mapping):
         return None
-    ages = {
-        sys.intern(str(stream)): max(
-            (a for a in (age if isinstance(age, list) else [age]) if type(a) is int), default=None
-        )
-        for stream, age in value.items()
-    }
-    return {stream: age for stream, age in ages.items() if age is not None}
+    ages = {}
+    for stream, age in value.items():
+        if isinstance(age, list):
+            age = max((a for a in age if type(a) is int), default=None)
+        if type(age) is int:
+            ages[sys.intern(str(stream))] = age
+    return ages

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +19,7 @@ from typing import Any, Final, NamedTuple
 from ppstream.analysis.log_parser import LogLine, check_schema, parse_run, ranks_of
 from ppstream.analysis.records import Json, RunLog
 from ppstream.core.errors import LogError
+from ppstream.core.interpreter import uncollected
 
 MANIFEST: Final = "run.json"
 EXITS: Final = "exit.json"
@@ -27,6 +28,7 @@ _LOG_NAME: Final = re.compile(r"rank(\d+)\.gen(\d+)(?:\..+)?\.jsonl")
 #: Beginnings of a line that was not written to its end: after a power cut zeros may stand there.
 _TORN: Final = ("{", "\0")
 NUMBER_CHARS: Final = 20  # of an integer of 64 bits
+_Decode = Callable[[str], Any]
 _GATEWAY_NAME: Final = re.compile(r"gateway()\.gen(\d+)\.jsonl")  # a file for each start
 
 
@@ -67,9 +69,10 @@ def read_run(folder: Path, generation: int | None = None) -> RunLog:
         files |= _files(folder, _GATEWAY_NAME)
     missing = tuple(rank for rank in range(ranks_of(manifest)) if rank not in ranks)
     torn: list[str] = []
-    run = parse_run(
-        manifest, read_lines(files, torn), missing_ranks=missing, exits=_exits(folder / EXITS)
-    )
+    with uncollected():
+        run = parse_run(
+            manifest, read_lines(files, torn), missing_ranks=missing, exits=_exits(folder / EXITS)
+        )
     return replace(run, torn_lines=len(torn))
 
 
@@ -141,18 +144,22 @@ def _lines(path: Path, rank: int, generation: int, torn: list[str]) -> Iterator[
         with path.open("rb") as file:
             for number, data in enumerate(file, start=1):
                 row = data.decode("utf-8", errors="replace")  # a tear may split a character
-                line = _line(row, rank, generation, f"{path}:{number}", torn)
+                is_plain = data[:1] == b"{" and _LONG not in data.translate(_AS_ZEROS)
+                decode = _decode_plain if is_plain else _decode
+                line = _line(row, rank, generation, f"{path}:{number}", torn, decode)
                 if line is not None:
                     yield line
     except OSError as error:
         raise LogError(f"{path}: cannot be read: {error.strerror}") from error
 
 
-def _line(row: str, rank: int, generation: int, where: str, torn: list[str]) -> LogLine | None:
+def _line(
+    row: str, rank: int, generation: int, where: str, torn: list[str], decode: _Decode
+) -> LogLine | None:
     if not row.strip():
         return None
     try:
-        fields = _object(row, where)
+        fields = _object(row, where, decode)
     except LogError:
         if row.startswith(_TORN):
             torn.append(where)
@@ -176,8 +183,12 @@ def decoded(text: str, where: str) -> Any:
     Raises:
         LogError: it is none, is nested too deeply, or has a number that no log has.
     """
+    return _decoded(text, where, _decode)
+
+
+def _decoded(text: str, where: str, decode: _Decode) -> Any:
     try:
-        return _decode(text)
+        return decode(text)
     except ValueError as error:
         raise LogError(f"{where}: not JSON: {error}") from error
     except RecursionError:
@@ -200,10 +211,20 @@ def _finite(text: str) -> float:
 _decode: Final = json.JSONDecoder(
     parse_int=_integer, parse_float=_finite, parse_constant=_finite
 ).decode
+#: Of what has no number of so many digits, so that ``_integer`` need not see each one.
+_decode_short: Final = json.JSONDecoder(parse_float=_finite, parse_constant=_finite).raw_decode
+_LONG: Final = b"0" * NUMBER_CHARS
+_AS_ZEROS: Final = bytes.maketrans(b"123456789", b"0" * 9)
 
 
-def _object(text: str, where: str) -> Json:
-    value = decoded(text, where)
+def _decode_plain(row: str) -> Any:
+    """As ``_decode`` does it, a row that begins an object and has no long number, in a third."""
+    value, end = _decode_short(row)
+    return value if row[end:] in ("\n", "") else _decode(row)
+
+
+def _object(text: str, where: str, decode: _Decode = _decode) -> Json:
+    value = _decoded(text, where, decode)
     if not isinstance(value, dict):
         raise LogError(f"{where}: expected an object, found {type(value).__name__}")
     return value

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from ppstream.analysis.records import Envelope, Json, RobotRequests
 
@@ -70,7 +70,10 @@ class WindowRequests:
 
     def count(self, envelope: Envelope, line: Json) -> None:
         """Fill in an envelope's counts from its line, where that names the rows."""
-        rows = [*zip(*(_of_rows(line.get(name)) for name in ROW_NAMES), strict=False)]
+        session, episode, end = map(line.get, ROW_NAMES)
+        rows: list[Any] = [(session, episode, end)]
+        if not type(session) is type(episode) is type(end) is int:
+            rows = [*zip(*map(_of_rows, (session, episode, end)), strict=False)]
         if not any(rows):
             return
         envelope.asked = envelope.asked_ahead = 0

@@ -12,7 +12,7 @@ sets one::
   | ... whose loop is on a GPU | 0.01 ms: driver calls yield | `DEVICE_SWITCH_INTERVAL_S` |
   | a thread beside a robot's control loop | 0.05 ms while the loop runs | `short_turns` |
   | log, metrics, health beside a loop | 0.1 ms, then a pause of 0.1 ms | `InterpreterPauses` |
-  | the collector while a program imports | collects nothing | `uncollected` |
+  | the collector while a program imports or reads a log | collects nothing | `uncollected` |
   | the collector in a rank | collects before ready, and leaves out what exists | `freeze_garbage` |
   | ... that lets a part of the policy go | collects while nothing runs | `collect_garbage` |
   | the collector beside a control loop | once a second, in time left behind a tick | `GcControl` |
@@ -124,7 +124,7 @@ def collect_garbage() -> None:
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Nothing is collected here: for imports, whose objects live to the end.
+    """Nothing is collected here: for imports and records, which are no garbage.
 
     Looking through them again and again takes 15 % of an import of torch.
     """

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from judging import sentence
 
 from ppstream.analysis.judge import judge
-from ppstream.analysis.log_reader import find_runs, log_files, read_run
+from ppstream.analysis.log_reader import LogFile, find_runs, log_files, read_lines, read_run
 from ppstream.analysis.period_model import PipelineForm
 from ppstream.core.errors import LogError
 from ppstream.report.cli import main
@@ -391,3 +391,31 @@ def test_replicas_are_one_place(tmp_path: Path) -> None:
     run = read_run(golden.write(tmp_path))
     assert run.topology.places == 1
     assert all(e.stage1 is not None and e.stage1.seq == e.seq for e in run.envelopes)
+
+
+@pytest.mark.parametrize(
+    ("row", "is_whole"),
+    [
+        ('{"t":12}', True),
+        (' {"t":12}', True),
+        ('{"t":12} \r', True),
+        ('{"t":12,"n":99999999999999999999}', True),  # of 20 digits
+        ('{"t":12,"n":-99999999999999999999}', False),
+        ('{"t":12,"n":0.123456789012345678901234}', True),
+        ('{"t":12,"text":"123456789012345678901234567890"}', True),
+        ('{"t":12,"n":1e400}', False),
+        ('{"t":12,"n":NaN}', False),
+        ('{"t":12}{"t":13}', False),
+        ('{"t":12}x', False),
+        ('{"t":1', False),
+    ],
+)
+def test_a_row_is_read_or_torn_whichever_way_it_is_decoded(
+    tmp_path: Path, row: str, is_whole: bool
+) -> None:
+    torn: list[str] = []
+    path = tmp_path / "rank0.gen0.jsonl"
+    path.write_text(f'{row}\n{{"t":14}}')
+    lines = [*read_lines({path: LogFile(0, 0)}, torn)]
+    assert [line.fields["t"] for line in lines] == ([12, 14] if is_whole else [14])
+    assert len(torn) == (not is_whole and row[0] == "{")
