@@ -17,7 +17,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
 from ppstream.control.framing import FrameReader, FrameSender
-from ppstream.core.clock import NS_PER_MS, NS_PER_S, POLL_NS_MAX, now_ns
+from ppstream.core.clock import NS_PER_MS, NS_PER_S, now_ns
 from ppstream.core.errors import (
     MAX_TEXT,
     PeerFrozenError,
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
     from ppstream.core.clock import Clock
 
+#: Of a wait in set-up: a longer one may miss a signal that another thread receives.
+LOOK_NS: Final = NS_PER_S // 5
 UNREAD_FRAMES_MAX: Final = 4096  # a peer that floods its reader breaks the contract
 READS_PER_PUMP_MAX: Final = 64  # a flood cannot keep the caller inside pump()
 FDS_MAX: Final = 8  # descriptors of one carrier frame
@@ -297,7 +299,7 @@ class Peer:
                         f"{text} though its heartbeats arrive: its main thread is stuck"
                     )
                 raise PeerLostError(text)
-            readable.poll(min(left_ns, POLL_NS_MAX) / NS_PER_MS)
+            readable.poll(min(left_ns, LOOK_NS) / NS_PER_MS)
 
     def _send(self, frame: rank_messages.Control) -> None:
         try:

@@ -13,7 +13,7 @@ import socket
 from contextlib import suppress
 from typing import Final, Protocol
 
-from ppstream.control.peer import Peer
+from ppstream.control.peer import LOOK_NS, Peer
 from ppstream.control.peer_process import user_at_end_of
 from ppstream.core.clock import NS_PER_S, POLL_NS_MAX, now_ns
 from ppstream.core.errors import ConfigError, PeerLostError
@@ -73,9 +73,9 @@ class Listener:
             PeerLostError: nobody connected within ``timeout_s``.
         """
         deadline_ns = now_ns() + round(timeout_s * NS_PER_S)
-        with suppress(TimeoutError):
-            while (left_ns := deadline_ns - now_ns()) > 0:
-                self._socket.settimeout(min(left_ns, POLL_NS_MAX) / NS_PER_S)
+        while (left_ns := deadline_ns - now_ns()) > 0:
+            self._socket.settimeout(min(left_ns, LOOK_NS) / NS_PER_S)
+            with suppress(TimeoutError):
                 connection, _ = self._socket.accept()
                 if (
                     connection.family != socket.AF_UNIX

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import threading
+import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -124,6 +127,32 @@ def test_a_limit_of_months_is_not_cut_to_what_an_int_holds() -> None:
     listener.accept((2**32 + 2) / 1000).close()  # its lower 32 bits are 2 ms
     late.join()
     listener.close()
+
+
+def test_a_signal_that_another_thread_receives_ends_the_wait() -> None:
+    """As of a process that was stopped: whichever thread goes on first receives it."""
+
+    class HeardError(Exception):
+        pass
+
+    def hear(_number: int, _frame: object) -> None:
+        raise HeardError
+
+    def receive() -> None:
+        time.sleep(0.3)  # until the main thread waits
+        signal.pthread_kill(threading.get_ident(), signal.SIGUSR1)
+
+    before = signal.signal(signal.SIGUSR1, hear)
+    began = time.monotonic()
+    thread = threading.Thread(target=receive)
+    try:
+        thread.start()
+        with closing(Listener(Strings())) as listener, pytest.raises(HeardError):
+            listener.accept(20.0)
+        assert time.monotonic() - began < 15
+    finally:
+        thread.join()
+        signal.signal(signal.SIGUSR1, before)
 
 
 def test_an_absent_rank_is_an_error_within_the_limit() -> None:
