@@ -14,8 +14,9 @@ import itertools
 import logging
 import re
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from typing import Any, Final, TypeVar
 
 from websockets.asyncio.server import Server, ServerConnection, serve
@@ -221,9 +222,7 @@ class OpenpiServer:
             self._sessions.discard(session)
             connection.place.release()
 
-    async def _answer_all(
-        self, connection: ServerConnection, session: GatewaySession, robot: str
-    ) -> None:
+    async def _answer_all(self, connection: _Counted, session: GatewaySession, robot: str) -> None:
         total_ns: int | None = None  # of the request before, from its receipt to its reply
         is_omni = _path(connection) == OMNI_PATH
         async for frame in connection:
@@ -231,7 +230,11 @@ class OpenpiServer:
             try:
                 if isinstance(frame, str):
                     raise ProtocolError("got a text frame, want a binary one")
-                reply = await self._answer(session, frame, request)
+                async with connection.until_lost():
+                    reply = await self._answer(session, frame, request)
+            except TimeoutError:  # its client has left: the row is another's, or its own again
+                request.failed(self._closed_because)
+                return
             except NoAnswerError as error:
                 request.failed(error.reason)
                 await self._send(connection, _error(str(error), is_omni=is_omni))
@@ -337,6 +340,17 @@ class _Counted(ServerConnection):
     take: Callable[[], bool]
     leave: Callable[[], None]
     place: _Place
+    is_lost = False
+    _patience: asyncio.Timeout | None = None
+
+    @asynccontextmanager
+    async def until_lost(self) -> AsyncIterator[None]:
+        """Wait inside no longer than the connection lasts. Raises TimeoutError: it has ended."""
+        try:
+            async with asyncio.timeout(0 if self.is_lost else None) as self._patience:
+                yield
+        finally:
+            self._patience = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
@@ -345,6 +359,9 @@ class _Counted(ServerConnection):
             self.transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self.is_lost = True
+        if self._patience is not None:
+            self._patience.reschedule(0)
         self.place.release()
         super().connection_lost(exc)
 

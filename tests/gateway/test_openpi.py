@@ -168,6 +168,20 @@ def test_a_robot_without_a_row_is_refused_with_the_reason() -> None:
         assert first.ask()["actions"].shape == SHAPE
 
 
+def test_a_robot_that_leaves_within_a_request_gives_its_row_and_name_back() -> None:
+    with gated(answers=False) as (rank0, gateway):  # nobody answers for 10 s
+        with gateway.robot("/robots/arm") as robot:
+            robot.send(observation())
+            wait_until(lambda: rank0.rows[0].rings["joints"].newest_ns > 0)
+            before = rank0.rows[0].session
+        with gateway.robot("/robots/arm") as robot:
+            assert rank0.rows[0].session != before
+            robot.send(observation())
+            wait_until(lambda: rank0.rows[0].rings["joints"].newest_ns > 0)
+            emit(rank0, 0)
+            assert robot.receive()["actions"].shape == SHAPE
+
+
 def test_more_connections_than_rows_can_come_to_serve_are_refused_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
