@@ -198,6 +198,10 @@ class GrootServer:
     def _end(self, client: bytes, why: str) -> None:
         robot = self._robots.pop(client)
         logger.info("robot %s has left: %s", robot.name, why)
+        if client in self._work:  # nobody waits for its answer, and others may for its row
+            work, request = self._work[client]
+            request.counted.failed("gone")
+            work.cancel()
         task = asyncio.create_task(self._close(robot))
         self._ends.add(task)
         task.add_done_callback(self._ends.discard)

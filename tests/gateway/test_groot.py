@@ -351,6 +351,22 @@ def test_a_client_that_starts_again_gets_its_row_at_once() -> None:
         assert len(set(sessions)) == 3
 
 
+def test_a_client_that_gives_up_a_request_gets_its_row_again_with_a_new_socket() -> None:
+    with gated(answers=False, **GROOT) as (rank0, gateway):  # nobody answers for 10 s
+        joints = rank0.rows[0].rings["joints"]
+        with client(gateway) as robot:
+            robot.send()
+            wait_until(lambda: joints.newest_ns > 0)
+            before_ns, before = joints.newest_ns, rank0.rows[0].session
+        with client(gateway) as robot:
+            robot.send()
+            wait_until(lambda: joints.newest_ns > before_ns, seconds=5)
+            assert rank0.rows[0].session != before
+            emit(rank0, 0)
+            assert "action.x" in robot.receive()
+    assert sum(row.errors.get("gone", 0) for row in gateway.requests.drain()) == 1
+
+
 def test_more_clients_than_rows_can_come_to_serve_are_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
