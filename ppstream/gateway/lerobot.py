@@ -16,6 +16,7 @@ import logging
 import re
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any, Final, NoReturn, TypeVar
 from urllib.parse import unquote
 
@@ -28,6 +29,7 @@ from ppstream.core.clock import NS_PER_MS, NS_PER_S, now_ns
 from ppstream.core.errors import PpstreamError, ProtocolError, SpecError
 from ppstream.gateway.key_map import KeyMap
 from ppstream.gateway.lerobot_robot import (
+    LOOK_S,
     QUIET_S,
     REMEDY,
     Connection,
@@ -282,23 +284,19 @@ class LerobotServer:
                 robot.arrived.set()  # for a call beside, which had to wait for the end of this one
 
     async def _next(self, connection: Connection, context: Context, until_ns: int) -> bytes:
-        robot = self.robots.get(context.peer())
-        if robot is None:
-            await asyncio.sleep(WAIT_S)
-            return EMPTY
-        robot.has_asked, robot.is_fresh = True, False
         try:
-            with robot.call():
-                while not connection.is_shared:
+            while not connection.is_shared and (left_ns := until_ns - now_ns()) > 0:
+                robot = self.robots.get(context.peer())
+                if robot is None:
+                    await asyncio.sleep(LOOK_S)  # its first observation may be on its way
+                    continue
+                robot.has_asked, robot.is_fresh = True, False
+                with robot.call(), suppress(TimeoutError):
                     robot.arrived.clear()
                     if connection.asking == 1 and (found := robot.pop()) is not None:
                         return self._reply(robot, *found)
-                    left_s = (until_ns - now_ns()) / NS_PER_S
-                    try:
-                        await asyncio.wait_for(robot.arrived.wait(), left_s)
-                    except TimeoutError:
-                        break
-                return EMPTY
+                    await asyncio.wait_for(robot.arrived.wait(), left_ns / NS_PER_S)
+            return EMPTY
         except asyncio.CancelledError:
             if context.time_remaining() is None:  # it set no limit: its connection has ended
                 self._leave(context.peer())
@@ -346,7 +344,6 @@ class LerobotServer:
         if (robot := self.robots.get(peer)) is not None:
             logger.warning("%s is not served: %s", robot.name, REMEDY)
             self._leave(peer)
-            robot.arrived.set()
 
     async def _robot(self, context: Context) -> ServedRobot:
         """The robot of a call, with a session: of a client that connects anew, a new one."""
@@ -395,6 +392,8 @@ class LerobotServer:
     def _leave(self, peer: str) -> None:
         """Give a robot's row back, soon. Twice is fine."""
         robot = self.robots.pop(peer, None)
+        if robot is not None:
+            robot.arrived.set()  # who waits for its actions looks for the robot after it
         if robot is not None and robot.session is not None:
             logger.info("%s has left", robot.name)
             robot.leave(self._left_because)

@@ -121,6 +121,22 @@ def test_without_new_actions_a_reply_is_empty(monkeypatch: pytest.MonkeyPatch) -
         assert robot.actions() == []  # each once
 
 
+def test_a_call_for_actions_that_comes_before_its_robot_gets_them_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As of a client that connects anew, also where its first observation is refused."""
+    monkeypatch.setattr(lerobot, "WAIT_S", 60.0)
+    with lerobot_gated() as (rank0, gateway), robot_of(gateway) as robot:
+        with robot_of(gateway) as other:
+            other.start()
+            waiting = robot.actions_call.future(b"")
+            assert error_of(robot.send)[0] == "RESOURCE_EXHAUSTED"
+            leave(other, gateway)
+        wait_until(lambda: not rank0.rows[0].session)
+        robot.send(timestep=3)
+        assert timed_actions(waiting.result(timeout=20))[0].timestep == 3
+
+
 def test_only_the_newest_of_several_answers_is_handed_over() -> None:
     with lerobot_gated(answers=False) as (rank0, gateway), robot_of(gateway) as robot:
         robot.start()
