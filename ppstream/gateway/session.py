@@ -138,6 +138,7 @@ class GatewaySession:
         self._wanted: str | None = None  # prompt that the robot asked for last
         self._followed: _Followed | None = None  # None: none, or nobody knows which
         self._episode: str | None = None  # as the robot names it
+        self._has_begun = False  # an observation of it was sent
         self.client = RobotClient(
             endpoint,
             robot=robot,
@@ -177,6 +178,7 @@ class GatewaySession:
         self, observation: Mapping[str, Any], received_ns: int, until_ns: int
     ) -> Reply:
         samples, prompt = self._samples(observation, received_ns), self._prompt_of(observation)
+        self._has_begun = True
         if not self.client.ready or self._is_new(prompt):
             await self._in_thread(self._prepare, prompt, received_ns, until_ns)
         in_force = self._in_force() if self._gateway.answer == "newest" else None
@@ -217,10 +219,14 @@ class GatewaySession:
         self.client.reset()
         self._since_ns = now_ns()
         self._newest = self._episode = None
+        self._has_begun = False
 
     def follow_episode(self, name: str) -> None:
-        """Begin a new episode when the robot names another one than before."""
-        if self._episode not in (None, name):
+        """Begin a new episode when the robot names another one than before, or for the first time.
+
+        What it sent without a name may be of another one.
+        """
+        if self._has_begun and self._episode != name:
             self.reset()
         self._episode = name
 

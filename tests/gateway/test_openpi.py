@@ -106,6 +106,14 @@ def test_another_session_id_is_a_new_episode_and_the_same_one_is_not(names: tupl
         assert rank0.rows[0].session_epoch == 3
 
 
+def test_a_session_id_behind_observations_without_one_is_a_new_episode() -> None:
+    with gated(answer="newest") as (rank0, gateway), gateway.robot() as robot:
+        robot.ask()
+        for name, episodes in (("a", 1), (None, 1), ("a", 1), ("b", 2)):
+            robot.ask(observation(session_id=name))
+            assert rank0.rows[0].session_epoch == episodes
+
+
 def test_a_session_id_in_bytes_is_the_text_of_them() -> None:
     with gated() as (rank0, gateway), gateway.robot() as robot:
         for name, episodes in (("a", 0), (b"a", 0), (b"\xff", 1), ("a", 2)):
