@@ -2,9 +2,9 @@
 
 A client says that it is there, what it will send and what it wishes for; then it sends
 observations, and asks for actions in a loop of its own. gRPC knows no sessions: a peer, one
-connection of a client, is a robot, until its call for actions is cut off or it is silent. Of a peer
-that two clients share neither is served. Handlers get and give bytes, which ``wire/lerobot.py``
-reads and writes. No model is ever loaded.
+connection of a client, is a robot, until that ends or it is silent. Of a peer that two clients
+share neither is served. Handlers get and give bytes, which ``wire/lerobot.py`` reads and writes. No
+model is ever loaded.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from ppstream.gateway.lerobot_robot import (
     ServedRobot,
     SharedError,
     Step,
+    ended,
 )
 from ppstream.gateway.request_log import CountedRequest, RequestCounts
 from ppstream.gateway.session import GatewaySession, Reply, gateway_keys, reason_of
@@ -412,12 +413,15 @@ class LerobotServer:
         raise AssertionError("abort raises")
 
     async def _sweep(self) -> None:
-        """Robots that have not called for long have left."""
+        """Robots have left whose connection has ended, or that have not called for long."""
         while True:
             await asyncio.sleep(min(SWEEP_S, self._gateway.silence_s / 2))
-            now, limit_s = now_ns(), self._gateway.silence_s
+            limit_s = self._gateway.silence_s
+            quiet = [one for one, robot in self.robots.items() if robot.is_silent(QUIET_S)]
+            gone = await self._in_thread(ended, quiet, self._port) if quiet else ()
             for peer, robot in list(self.robots.items()):
-                if robot.session is not None and robot.is_silent(now, limit_s):
+                is_over = robot.is_silent(QUIET_S if peer in gone else limit_s)
+                if robot.session is not None and is_over:
                     self._leave(peer)
             for peer, connection in list(self._connections.items()):
                 if connection.is_idle:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Final, NamedTuple
 
 from ppstream.analysis.records import RequestError
@@ -28,6 +29,8 @@ QUIET_S: Final = 0.5  # between two calls of a client that runs; a cancelled cal
 LOOK_S: Final = 0.01
 CALL_S: Final = 3.0  # a call for actions ends by then
 SHARED_S: Final = 5.0  # two clients of a connection were seen so lately: neither is served
+TABLES: Final = tuple(Path("/proc/self/net", name) for name in ("tcp", "tcp6"))
+ESTABLISHED: Final = "01"  # as they have it
 REMEDY: Final = (
     "two clients share this connection, and nothing tells whose actions are whose: give each a "
     "channel with the option ('grpc.use_local_subchannel_pool', 1), or a process of its own"
@@ -50,6 +53,23 @@ class Observed(NamedTuple):
 
     step: Step
     request: CountedRequest
+
+
+def ended(peers: Sequence[str], port: int) -> set[str]:
+    """Those of ``peers`` that have no open connection to ``port`` of this host.
+
+    gRPC tells nobody of one that ends between two calls. Where the system cannot say, none has.
+    """
+    found = set(peers)
+    for _ in range(2):  # a table that changes while it is read may lack one
+        try:
+            lines = [line.split() for file in TABLES for line in file.read_text().splitlines()[1:]]
+        except OSError:
+            return set()
+        ends = [(line[1], line[2]) for line in lines if line[3] == ESTABLISHED]
+        theirs = {int(far[-4:], 16) for near, far in ends if int(near[-4:], 16) == port}
+        found = {peer for peer in found if int(peer.rpartition(":")[2]) not in theirs}
+    return found
 
 
 class Pace:
@@ -181,9 +201,9 @@ class ServedRobot:
         """True while an observation is read, or taken in on a thread."""
         return self.is_reading or (self.observing is not None and not self.observing.done())
 
-    def is_silent(self, now: int, silence_s: float) -> bool:
+    def is_silent(self, silence_s: float) -> bool:
         limit_s = min(silence_s, ASKS_WITHIN_S) if self.has_asked else silence_s
-        return not self.calls and now - self.called_ns > limit_s * NS_PER_S
+        return not self.calls and now_ns() - self.called_ns > limit_s * NS_PER_S
 
     def restart(self) -> None:
         """Begin a new episode: its steps may be counted anew."""

@@ -438,13 +438,27 @@ def test_a_robot_that_calls_no_more_gives_its_row_back() -> None:
 
 
 def test_a_client_that_asks_no_more_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It closed its channel between two calls: nobody tells."""
     monkeypatch.setattr(lerobot_robot, "ASKS_WITHIN_S", 0.3)
-    with lerobot_gated() as (rank0, gateway):
+    with lerobot_gated() as (rank0, gateway), robot_of(gateway) as robot:
+        robot.start()
+        robot.ask()
+        wait_until(lambda: not rank0.rows[0].session)
+
+
+def test_a_client_that_closes_its_channel_between_two_calls_has_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """gRPC tells nobody; one that is only slow stays."""
+    monkeypatch.setattr(lerobot_robot, "ASKS_WITHIN_S", 1000.0)
+    with lerobot_gated(rows=2) as (rank0, gateway), robot_of(gateway) as slow:
+        slow.start()
+        slow.ask()
         with robot_of(gateway) as robot:
             robot.start()
             robot.ask()
-        wait_until(lambda: not rank0.rows[0].session)
+        wait_until(lambda: not rank0.rows[1].session, seconds=20)
+        time.sleep(lerobot.SWEEP_S + lerobot_robot.QUIET_S)
+        assert rank0.rows[0].session
 
 
 def connected_to(port: int) -> int:
