@@ -16,7 +16,6 @@ import logging
 import re
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from typing import Any, Final, NoReturn, TypeVar
 from urllib.parse import unquote
 
@@ -292,11 +291,11 @@ class LerobotServer:
                     await asyncio.sleep(LOOK_S)  # its first observation may be on its way
                     continue
                 robot.has_asked, robot.is_fresh = True, False
-                with robot.call(), suppress(TimeoutError):
+                with robot.call():
                     robot.arrived.clear()
                     if connection.asking == 1 and (found := robot.pop()) is not None:
                         return self._reply(robot, *found)
-                    await asyncio.wait_for(robot.arrived.wait(), left_ns / NS_PER_S)
+                    await robot.wait(left_ns)
             return EMPTY
         except asyncio.CancelledError:
             if context.time_remaining() is None:  # it set no limit: its connection has ended

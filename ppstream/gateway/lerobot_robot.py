@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -184,6 +184,16 @@ class ServedRobot:
         finally:
             self.calls -= 1
             self.called_ns = now_ns()
+
+    async def wait(self, limit_ns: int) -> None:
+        """Wait until actions may have come, or ``limit_ns`` are over.
+
+        Not by ``wait_for``, which loses a cancellation beside them (Python 3.11): a call that its
+        client has given up would go on, beside the client's next one.
+        """
+        with suppress(TimeoutError):
+            async with asyncio.timeout(limit_ns / NS_PER_S):
+                await self.arrived.wait()
 
     def check_pace(self, step: Step, wanted: float) -> None:
         """Warn once of a client that executes faster than ``wanted`` actions per second."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import logging
 import os
@@ -41,6 +42,7 @@ from lerobot_rig import (
 from robot_rig import Server, serving, wait_until
 
 from ppstream.config.load import read
+from ppstream.core.clock import NS_PER_S
 from ppstream.gateway import lerobot, lerobot_robot
 from ppstream.gateway.session import GatewaySession
 from ppstream.wire.lerobot import OBSERVATION, decode_instructions
@@ -739,6 +741,24 @@ def test_a_call_that_its_client_cancelled_keeps_no_client_from_its_actions() -> 
             robot.actions_call(b"", timeout=0.05)
         robot.start()
         assert robot.ask()
+
+
+@pytest.mark.parametrize("turns", range(6))
+def test_a_call_that_is_cancelled_just_as_actions_come_ends(turns: int) -> None:
+    """Else it would be taken for that of a second client on the connection."""
+
+    async def cancelled() -> bool:
+        robot = lerobot_robot.ServedRobot("arm")
+        waiting = asyncio.create_task(robot.wait(20 * NS_PER_S))
+        await asyncio.sleep(0)
+        robot.arrived.set()
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        is_pending = waiting.cancel()
+        await asyncio.wait([waiting])
+        return waiting.cancelled() == is_pending
+
+    assert asyncio.run(cancelled())
 
 
 def test_ready_waits_for_the_end_of_the_calls_of_its_client(
