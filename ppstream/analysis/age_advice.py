@@ -9,9 +9,10 @@ from itertools import pairwise
 from typing import Final, NamedTuple
 
 from ppstream.analysis.period_model import Deeper, Shallower
+from ppstream.analysis.places import stage_b_ns
 from ppstream.analysis.records import Envelope, Topology
 from ppstream.analysis.run_statistics import usual_stages_ns
-from ppstream.analysis.scores import between, form_of
+from ppstream.analysis.scores import form_of, stage_a_ns, stage_c_ns
 from ppstream.core.quantiles import quantiles
 
 SAME: Final = 0.005  # a relative difference that rounds to nothing
@@ -34,9 +35,10 @@ class Model:
 class LeaseNeed(NamedTuple):
     """The time for which a robot moves on with one chunk, and for which it may."""
 
-    age_ns: float  # p95 of chunks that were made; where sensors set the pace the mean of one alone
-    period_ns: float  # p50, to the next one; or what the sensors' rate makes of it
+    age_ns: float  # p95 of chunks that were made; where sensors set the pace as if one were alone
+    period_ns: float  # p50, to the next one; or more; or what the sensors' rate makes of it
     limits_ns: Mapping[str, int]  # by setting, of an action's age; one at least
+    is_uneven: bool = False  # more: what p95 of the time from a start to the next chunk leaves
     is_paced: bool = False  # the sensors set the pace: no envelope waits for another
 
     @property
@@ -52,11 +54,11 @@ class LeaseNeed(NamedTuple):
     def text(self) -> str:
         """For people."""
         setting = min(self.limits_ns, key=self.limits_ns.__getitem__)
-        found = ("", "with the next sample, ") if self.is_paced else (" (p95)", "")
-        later = "later" if self.is_paced else "later (p50)"
+        when = "with the next sample, " if self.is_paced else "up to " if self.is_uneven else ""
+        later = "later" if self.is_paced or self.is_uneven else "later (p50)"
         return (
-            f"actions are {in_ms(self.age_ns)} ms old when they are made{found[0]}, and the next "
-            f"ones come {found[1]}{in_ms(self.period_ns)} ms {later}: robots need "
+            f"actions are {in_ms(self.age_ns)} ms old when they are made (p95), and the next "
+            f"ones come {when}{in_ms(self.period_ns)} ms {later}: robots need "
             f"{in_ms(self.need_ns)} ms, and {setting} is {self.limits_ns[setting] / 1e6:g}"
         )
 
@@ -98,13 +100,28 @@ def lease_need(
     """
     lines = [e for e in envelopes if e.is_emitted or (e.drop == "expired" and e.tDecode)]
     c_ns = round(usual_stages_ns(lines).get("C", c_ns))
-    made = [(e.tA0 or 0, e.picked or (e.tDecode or 0) + c_ns) for e in lines]
-    age = quantiles([*ages_ns] or [between(*times) for times in made])
-    ready = sorted(t for _, t in made)
-    gap = quantiles([later - sooner for sooner, later in pairwise(ready)])
-    if age is None or gap is None or not limits_ns:
+    made = sorted((e.picked or (e.tDecode or 0) + c_ns, e.tA0 or 0) for e in lines)
+    own = quantiles([ready - start for ready, start in made])
+    gap = quantiles([later - ready for (ready, _), (later, _) in pairwise(made)])
+    lasts = quantiles([later - start for (_, start), (later, _) in pairwise(made)])
+    if own is None or gap is None or lasts is None or not limits_ns:
         return None
-    return LeaseNeed(age.p95_ns, gap.p50_ns, limits_ns)
+    age = quantiles([*ages_ns]) or own
+    uneven_ns = lasts.p95_ns - own.p95_ns  # a young chunk may be the one that waits long
+    period_ns = max(gap.p50_ns, uneven_ns)
+    return LeaseNeed(age.p95_ns, period_ns, limits_ns, is_uneven=uneven_ns > gap.p50_ns)
+
+
+def age_alone_ns(envelopes: Iterable[Envelope], through_ns: float) -> float:
+    """Returns p95 of the time from A's start to the actions, of one that waits for no other.
+
+    Args:
+        envelopes: of one phase.
+        through_ns: the mean, links and all.
+    """
+    each = [stage_a_ns(e) + stage_b_ns(e) + stage_c_ns(e) for e in envelopes if e.is_emitted]
+    found = quantiles(each)
+    return through_ns + (max(0, found.p95_ns - sum(each) / len(each)) if found else 0)
 
 
 def depth_advice(model: Model, topology: Topology, overlap_min: float) -> str:

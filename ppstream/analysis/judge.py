@@ -13,7 +13,7 @@ from dataclasses import replace
 from itertools import chain, pairwise
 from typing import Final
 
-from ppstream.analysis.age_advice import LeaseNeed, Model, in_ms, lease_need
+from ppstream.analysis.age_advice import LeaseNeed, Model, age_alone_ns, in_ms, lease_need
 from ppstream.analysis.audits import audit_all
 from ppstream.analysis.compiler_counts import compiled_parts_seen
 from ppstream.analysis.contention import alone
@@ -189,10 +189,10 @@ def _bring_up_lease(run: RunLog, window: JudgedSpan, score: Primary | None) -> L
     c_ns = 0 if run.standalone is None else round(run.standalone.c_ns)
     need = lease_need(lines, _limits_ns(run), c_ns=c_ns)
     paced_ns = window_period_ns(run.config)
-    if need is None or paced_ns <= need.period_ns:
+    if need is None or paced_ns <= (need.period_ns if score is None else score.period_ns):
         return need
-    alone_ns = need.age_ns if score is None else min(need.age_ns, score.times.through)
-    return need._replace(age_ns=alone_ns, period_ns=paced_ns, is_paced=True)
+    alone_ns = need.age_ns if score is None else age_alone_ns(lines, score.times.through)
+    return need._replace(age_ns=min(need.age_ns, alone_ns), period_ns=paced_ns, is_paced=True)
 
 
 def _findings(

@@ -57,6 +57,7 @@ from ppstream.analysis.period_model import PipelineForm
 PREBUILT = PipelineForm("split", credit="after_window", d_in=1)
 IN_TURN = PipelineForm("serial", "decode_first")
 SLOW_C = stages(c=20)
+EVERY_OTHER_SLOW = [stages(4, 80, 5), stages(4, 20, 5)] * 200
 JUST_IN_TIME = PipelineForm(d_in=1)
 RELEASE = {"profile": "release"}
 HERE = "topology.ranks.0.boot_id", "here"
@@ -200,9 +201,9 @@ TABLE: dict[str, Case] = {
             .set("config.streams", [{"name": "joints", "rate_hz": 2.0}])
             .set("config.service", {"recording": "arm.mcap"}), "INCONCLUSIVE EXPIRED",
         {"says": "; bring-up repeats a window until the next sample of its sensors comes; actions "
-                 "are 20.0 ms old when they are made, and the next ones come with the next sample, "
-                 "500 ms later: robots need 520 ms, and actions.lease_ms is 90; free the machine, "
-                 "or set actions.lease_ms to 572"}),
+                 "are 20.0 ms old when they are made (p95), and the next ones come with the next "
+                 "sample, 500 ms later: robots need 520 ms, and actions.lease_ms is 90; free the "
+                 "machine, or set actions.lease_ms to 572"}),
     "other drops": (lambda: dropped(run(), 100, "policy_error", "non_finite", "policy_error"),
         "INCONCLUSIVE DROPPED",
         {"says": "DROPPED: 326 of 330 envelopes were dropped: 217 policy_error, 109 non_finite"}),
@@ -246,11 +247,20 @@ TABLE: dict[str, Case] = {
             .set("config.actions", {"lease_ms": 28.0}), "PASS", {"with": {"phase": "ready"}}),
     "a lease below the sensors' period": (lambda: run().set("config.actions", {"lease_ms": 68.0})
             .set("config.streams", [{"name": "joints", "rate_hz": 20.0}]), "FAIL SHORT_LEASE",
-        {"says": "actions are 20.0 ms old when they are made, and the next ones come with the next "
-            "sample, 50.0 ms later: robots need 70.0 ms, and actions.lease_ms is 68; set "
+        {"says": "actions are 20.0 ms old when they are made (p95), and the next ones come with "
+            "the next sample, 50.0 ms later: robots need 70.0 ms, and actions.lease_ms is 68; set "
             "actions.lease_ms to 77"}),
     "a lease above the sensors' period": (lambda: run().set("config.actions", {"lease_ms": 70.0})
             .set("config.streams", [{"name": "joints", "rate_hz": 20.0}]), "PASS"),
+    "a lease that every other chunk outlives": (lambda: run(EVERY_OTHER_SLOW)
+            .set("config.actions", {"lease_ms": 150.0}), "FAIL SHORT_LEASE",
+        {"says": "SHORT_LEASE: actions are 100 ms old when they are made (p95), and the next ones "
+            "come up to 80.0 ms later: robots need 180 ms, and actions.lease_ms is 150"}),
+    "the same with slow sensors": (lambda: run(EVERY_OTHER_SLOW)
+            .set("config.actions", {"lease_ms": 275.0})
+            .set("config.streams", [{"name": "joints", "rate_hz": 5.0}]), "FAIL SHORT_LEASE",
+        {"says": "SHORT_LEASE: actions are 90.0 ms old when they are made (p95), and the next ones "
+            "come with the next sample, 200 ms later: robots need 290 ms"}),
     "held for want of a lease": (lambda: served(stages()).set("config.actions", {"lease_ms": 28.0})
             .set("config.gateway", [{"wire": "openpi"}]).tell(robot(held_ns=ms(500), faults=9)),
         "INCONCLUSIVE SERVICE_HELD",
