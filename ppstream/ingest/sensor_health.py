@@ -154,7 +154,9 @@ class SensorState:
         taken = seen.accepted - before.accepted
         if found == "ok" and stream.image is None and taken >= SAMPLES_MIN:
             bank = self._intake.banks[stream.name]
-            found = "unchanged" if _is_unchanged(bank, row, ring, taken) else "ok"
+            if _is_unchanged(bank, row, ring, taken):
+                found = "unchanged"
+                why = f"{taken} samples with the same values; if the robot moves, see the sensor"
         steadiness = self._steadiness.setdefault(key, _Steadiness())
         if steadiness.is_steady(found, was, now_ns):
             self.conditions[key] = found
@@ -183,9 +185,10 @@ def _condition(
     wanted = stream.most_hz * seconds
     share = FAST_AGAIN if was == "slow" else SLOW
     if wanted >= SAMPLES_MIN and taken < share * wanted:
+        helps = "see what slows it down, or set rate_hz to what it sends"
         return "slow", (
             f"{taken / seconds:.1f} samples/s; limit {SLOW * stream.most_hz:g}, half its rate_hz; "
-            "see what slows it down, or set rate_hz to what it sends"
+            f"{helps if taken else 'see that it is pushed'}"
         )
     return "ok", ""
 

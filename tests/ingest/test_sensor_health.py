@@ -100,6 +100,17 @@ def test_slow_and_silent_say_what_was_measured_the_limit_and_what_helps(rig):
     }
 
 
+def test_a_stream_of_which_nothing_came_yet_is_not_told_to_lower_its_rate(rig):
+    rig.row.close()
+    rig.row.open(8)
+    rig.second(imu=0)
+    rig.second(imu=0)
+    rig.second(imu=0)
+    whys = [change.why for change in rig.changes if change.stream == "imu"]
+    assert whys
+    assert all("see that it is pushed" in why for why in whys)
+
+
 def test_a_slow_stream_is_well_once_it_is_clearly_faster(rig):
     for joints, told in ((49, "slow"), (55, None), (59, None), (61, "ok")):
         rig.second(joints=joints)
@@ -206,6 +217,8 @@ def test_samples_that_are_no_numbers_are_told_as_such(rig):
 
 def test_values_that_never_change_are_told_and_do_not_degrade(rig):
     rig.second(value=0.25)
+    why = " samples with the same values; if the robot moves, see the sensor"
+    assert all(change.why.endswith(why) for change in rig.changes)
     assert rig.told() == [("joints", "unchanged"), ("imu", "unchanged")]
     assert rig.degraded == []
     rig.second()
