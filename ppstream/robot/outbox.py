@@ -270,5 +270,8 @@ def _declaration(stream: Stream) -> StreamDeclaration:
         )
     size = declared.dim * np.dtype(declared.dtype).itemsize
     if size > MAX_SAMPLE_BYTES:
-        raise SpecError(f"{declared}: {size} bytes a sample, limit {MAX_SAMPLE_BYTES}; send less")
+        helps = "send less"
+        if len(shape) == 3 and declared.dtype != "uint8":
+            helps = f"declare frames of bytes as ({name!r}, {shape}, 'uint8')"
+        raise SpecError(f"{declared}: {size} bytes a sample, limit {MAX_SAMPLE_BYTES}; {helps}")
     return declared

@@ -186,3 +186,9 @@ def test_values_that_the_declared_dtype_holds_are_converted(
 def test_streams_that_cannot_be_declared_are_refused(streams: Any) -> None:
     with pytest.raises(SpecError):
         Outbox(streams, 0)
+
+
+def test_a_camera_that_states_no_dtype_is_told_which_one() -> None:
+    says = r"limit 3145728; declare frames of bytes as \('top', \(480, 640, 3\), 'uint8'\)$"
+    with pytest.raises(SpecError, match=says):
+        Outbox([("top", (480, 640, 3))], 0)
