@@ -49,8 +49,9 @@ def wait_open(link: RobotLink, timeout_s: float, say: Say | None = None) -> None
 
     def why_not() -> str:
         refused = session.refused
-        why = "no answer, its ranks may still start"
-        return why + _keys_hint(link) if refused is None else refused.reason
+        if refused is None:
+            return f"no answer, its ranks may still start{_keys_hint(link)}"
+        return ": ".join([refused.reason, *refused.details[:1]])
 
     def is_over() -> bool:
         return bool(session.session or session.is_hopeless or link.is_ended)

@@ -309,6 +309,15 @@ def test_a_frame_that_is_nested_too_deep_is_counted_and_the_next_one_read() -> N
         assert client.statistics().undecodable == 1
 
 
+def test_a_wait_for_a_name_says_when_it_is_free(tmp_path: Path) -> None:
+    endpoint, said = f"unix://{tmp_path}/robot", list[str]()
+    with serving(make_config(endpoint)), make_client(endpoint) as first:
+        first.connect(60)
+        with make_client(endpoint) as second, pytest.raises(PeerLostError):
+            second.connect(3, say=said.append)
+    assert "is connected; its name is free 5 s after its last frame (" in said[0]
+
+
 def test_a_long_wait_says_what_it_is_for_until_it_is_over(tmp_path: Path) -> None:
     endpoint, said = f"unix://{tmp_path}/robot", list[str]()
     with make_client(endpoint) as client:
