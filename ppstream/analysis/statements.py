@@ -168,7 +168,10 @@ def _reasons(f: Diagnosis) -> Iterator[str]:
     score = f.evidence.primary
     texts, need = _safety_texts(f) | _unknown_texts(f), f.evidence.lease
     if need is not None:
-        texts |= {"SHORT_LEASE": f"{need.text}; {need.remedy(f.model, f.gate.overlap_min)}"}
+        asks = "robots that ask for each chunk need no more than its age: give the reference stream"
+        asks += " max_request_hz in the place of rate_hz"
+        remedy = need.remedy(f.model, f.gate.overlap_min)
+        texts |= {"SHORT_LEASE": f"{need.text}; {remedy}; {asks}"}
     if score is not None:
         texts |= _score_texts(f, score)
     for reason in f.reasons:

@@ -216,7 +216,9 @@ TABLE: dict[str, Case] = {
         "FAIL SHORT_LEASE",
         {"says": "SHORT_LEASE: actions are 20.0 ms old when they are made (p95), and the next ones "
             "come 10.0 ms later (p50): robots need 30.0 ms, and actions.lease_ms is 28; "
-            "set actions.lease_ms to 33, a tenth to spare"}),
+            "set actions.lease_ms to 33, a tenth to spare; robots that ask for each chunk need "
+            "no more than its age: give the reference stream max_request_hz in the place of "
+            "rate_hz"}),
     "a lease of age and period": (lambda: run().set("config.actions", {"lease_ms": 30.0}), "PASS"),
     "a shallower queue for a short lease": (lambda: run(stages(6, 50, 8))
             .set("config.actions", {"lease_ms": 110.0}), "FAIL SHORT_LEASE",
