@@ -56,6 +56,11 @@ def copied(model: Path, tmp_path: Path) -> Path:
     return tmp_path / model.name
 
 
+def test_the_run_of_the_page_starts_where_few_cpus_let_it_overlap_little() -> None:
+    accept = msgspec.toml.decode(ARM)["bringup"]["accept"]
+    assert set(accept) == {"NOTHING_TO_HIDE", "LOW_OVERLAP", "CONTENDED"}
+
+
 def about(model: Path) -> dict[str, Any]:
     found: dict[str, Any] = msgspec.json.decode(model.with_name(SIDECAR).read_bytes())
     return found
