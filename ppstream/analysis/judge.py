@@ -459,7 +459,7 @@ def _service_reasons(run: RunLog, ready: list[Envelope]) -> dict[str, str]:
             f"robot {worst.name} held {min(1.0, held_ns / lasted_ns):.0%} of the time, "
             f"{worst.faults or 0} faults" + (f", the newest: {worst.fault}" if worst.fault else "")
         )
-        if (need := _service_lease(run, ready)) is not None:
+        if (need := _service_lease(run, ready)) is not None and need.is_short:
             found["SERVICE_HELD"] += f"; {need.text}"
     lost = [e.drop for e in ready if e.drop is not None and e.drop not in HARMLESS]
     if len(lost) > DROPPED_MAX * len(ready):

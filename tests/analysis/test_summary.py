@@ -305,6 +305,9 @@ def test_a_lease_that_is_too_short_is_told_with_what_it_must_cover() -> None:
     held.tell({"kind": "robot_state", "session": 7, "t": 5, "holds": 3, "held_ns": ms(4000)})
     says = "40.0 ms later (p50): robots need 89.0 ms, and actions.lease_ms is 50 (SERVICE_HELD); "
     assert says + "first set actions.lease_ms to 98, a tenth to spare." in judged(held).sentence
+    long = judged(held.set("config.actions", {"lease_ms": 300.0})).sentence
+    assert "SERVICE_HELD" in long
+    assert "robots need" not in long  # it held for another reason
 
 
 @pytest.mark.parametrize(
