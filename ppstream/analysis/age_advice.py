@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final, NamedTuple
@@ -110,6 +110,23 @@ def lease_need(
     uneven_ns = lasts.p95_ns - own.p95_ns  # a young chunk may be the one that waits long
     period_ns = max(gap.p50_ns, uneven_ns)
     return LeaseNeed(age.p95_ns, period_ns, limits_ns, is_uneven=uneven_ns > gap.p50_ns)
+
+
+def lease_need_in_turn(
+    stages_ns: Mapping[str, Sequence[int]], limits_ns: Mapping[str, int], paced_ns: float
+) -> LeaseNeed | None:
+    """Returns what a lease must cover where one process runs all stages in turn.
+
+    Args:
+        stages_ns: durations of each stage, of the same envelopes.
+        limits_ns: by setting, of an action's age.
+        paced_ns: the period of the sensors.
+    """
+    each = quantiles([sum(stages) for stages in zip(*stages_ns.values(), strict=False)])
+    if each is None or not limits_ns:
+        return None
+    is_paced = paced_ns > each.p50_ns
+    return LeaseNeed(each.p95_ns, max(paced_ns, each.p50_ns), limits_ns, is_paced=is_paced)
 
 
 def age_alone_ns(envelopes: Iterable[Envelope], through_ns: float) -> float:

@@ -20,13 +20,15 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 import torch
 
+from ppstream.analysis.age_advice import lease_need_in_turn
 from ppstream.analysis.judge import judge
 from ppstream.analysis.log_reader import read_run
+from ppstream.analysis.requests import has_streaming_robots, window_period_ns
 from ppstream.analysis.scores import resource_title
 from ppstream.analysis.segments import ALONE
 from ppstream.analysis.verdict import Verdict
 from ppstream.control.peer_process import HeldProcess, everybody, of_ranks
-from ppstream.core.clock import now_ns
+from ppstream.core.clock import NS_PER_MS, now_ns
 from ppstream.core.cpus import MachineMeter
 from ppstream.core.errors import ConfigError, GateFailedError, GateInconclusiveError, LogError
 from ppstream.core.interpreter import freeze_garbage
@@ -36,7 +38,7 @@ from ppstream.observe.attribution import Attribution, end_of_stream
 from ppstream.pipeline.pacing import Saturated
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping, Sequence
 
     from ppstream.analysis.run_report import RunReport
     from ppstream.config.schema import PipelineConfig
@@ -97,7 +99,7 @@ def _periods_ns(
 
 
 def bring_up(rank0: Rank0Loop, intake: Intake, robots: Source | None, run: Run) -> None:
-    """Earn *ready*. Inline there is no overlap to prove: it only warms up.
+    """Earn *ready*. Inline there is no overlap to prove: it warms up, and the lease must suffice.
 
     Args:
         rank0: enters ``warming`` and ``bring-up``, and has nothing in flight afterwards.
@@ -248,6 +250,8 @@ def time_isolated_stages(rank0: Rank0Loop, repeats: int) -> dict[str, Any]:
     if not all(durations.values()):
         return {}
     stages = {name: durations[name] for name in "ABC"}
+    if not rank0.executor.policy_ranks:
+        check_lease(rank0.config, stages)
     fields: dict[str, Any] = {f"{k}_ns": round(statistics.median(v)) for k, v in stages.items()}
     fields |= {f"{k}_mean_ns": round(statistics.fmean(v)) for k, v in stages.items()}
     for kind in ("place", "replica"):
@@ -258,6 +262,23 @@ def time_isolated_stages(rank0: Rank0Loop, repeats: int) -> dict[str, Any]:
     for policy_rank in rank0.executor.policy_ranks:
         parts_ns |= policy_rank.parts_ns
     return fields | ({"parts_ns": parts_ns} if parts_ns else {})
+
+
+def check_lease(config: PipelineConfig, stages_ns: Mapping[str, Sequence[int]]) -> None:
+    """Refuse a lease that ends between two chunks of one rank; of several the gate judges.
+
+    Raises:
+        GateFailedError: robots would hold.
+    """
+    settings = msgspec.json.decode(msgspec.json.encode(config))  # as run.json has them
+    limits_ns = {
+        f"actions.{name}": round(settings["actions"][name] * NS_PER_MS)
+        for name in ("lease_ms", "max_age_ms")
+        if settings["actions"][name] is not None
+    }
+    need = lease_need_in_turn(stages_ns, limits_ns, window_period_ns(settings))
+    if need is not None and need.is_short and has_streaming_robots(settings):
+        raise GateFailedError(f"SHORT_LEASE: {need.text}; {need.remedy(None, 0)}")
 
 
 def run_saturated(rank0: Rank0Loop, intake: Intake, source: Source) -> None:

@@ -11,13 +11,14 @@ import pytest
 from faulty_runs import robot, served
 from golden_runs import GoldenRun, ms, simulate, stages
 from judging import judged
+from pipeline_in_process import small_config
 
 from ppstream.analysis.judge import judge
 from ppstream.analysis.log_reader import read_run
 from ppstream.analysis.period_model import PipelineForm
 from ppstream.analysis.run_report import RunReport
 from ppstream.core.errors import ExitCode, GateFailedError, GateInconclusiveError
-from ppstream.pipeline.bringup import Beside, gate, pass_or_raise
+from ppstream.pipeline.bringup import Beside, check_lease, gate, pass_or_raise
 
 SERIAL = PipelineForm("serial", "decode_first")
 
@@ -167,3 +168,32 @@ def test_robots_are_drained_beside_bring_up_but_their_samples_do_not_count():
     assert source.drain(0) == 5
     assert robots.drained == 1
     assert source.fds == (3, 3)
+
+
+@pytest.mark.parametrize(
+    ("lease_ms", "more", "says"),
+    [
+        (78, "", "40.0 ms later (p50): robots need 80.0 ms, and actions.lease_ms is 78"),
+        (78, "", "; set actions.lease_ms to 88, a tenth to spare"),
+        (82, "", ""),
+        (82, "actions.max_age_ms=60", "and actions.max_age_ms is 60"),
+        (
+            125,
+            "streams.joints.rate_hz=10",
+            "with the next sample, 100 ms later: robots need 140 ms",
+        ),
+        (78, "streams.joints.rate_hz=none streams.joints.max_request_hz=50", ""),
+        (78, "service.endpoint=none", ""),
+    ],
+)
+def test_one_rank_is_refused_a_lease_that_ends_between_two_chunks(
+    lease_ms: int, more: str, says: str
+) -> None:
+    config = small_config(f"actions.lease_ms={lease_ms}", *more.split())
+    stages_ns = {"A": [ms(3)] * 30, "B": [ms(36)] * 30, "C": [ms(1)] * 30}
+    if not says:
+        check_lease(config, stages_ns)
+        return
+    with pytest.raises(GateFailedError, match="SHORT_LEASE") as caught:
+        check_lease(config, stages_ns)
+    assert says in str(caught.value)
