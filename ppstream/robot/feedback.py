@@ -182,7 +182,8 @@ class Feedback:
         """Here, not in the control loop: whoever reads the log may be slow."""
         if fault := self._timeline.pop_fault():
             self._told_ns = now_ns
-            logger.warning("fault %s; no action is executed while it stands", fault.split("\n")[0])
+            told = fault_text(fault.split("\n")[0])
+            logger.warning("fault %s; no action is executed while it stands", told)
 
     def _state_now(self, session: int, now_ns: int) -> RobotState:
         holds, held_ns, faults, fault = self._timeline.holds(self._clock())

@@ -13,7 +13,7 @@ import msgspec
 
 from ppstream.core.clock import NS_PER_MS, NS_PER_S
 from ppstream.core.durations import Durations
-from ppstream.core.errors import SpecError
+from ppstream.core.errors import MAX_TEXT, SpecError, printable
 from ppstream.core.phases import SERVING
 from ppstream.robot.sample_rates import SampleRates
 from ppstream.robot.statistics import Reconnecting
@@ -194,7 +194,7 @@ class RobotSession:
             if self.opened and answer.reason not in self._told:  # else who connects is told
                 self._told.add(answer.reason)
                 why = "; ".join((answer.reason, *answer.details[:DETAILS_SHOWN]))
-                logger.warning("no new session: %s", why)
+                logger.warning("no new session: %s", printable(why, MAX_TEXT))
             if (due_ns := now_ns + self._refused_ns) > self._hello_ns:
                 self._hello_ns, self._pause_ns = due_ns, self._refused_ns
             self._refused_ns = min(2 * self._refused_ns, RETRY_NS[1])

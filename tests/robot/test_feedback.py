@@ -157,10 +157,11 @@ def test_a_session_begins_with_what_is_under_way_and_without_the_rest() -> None:
     assert robot.sent[-1] == m.RobotState(SESSION + 2, 0, 0, 0, "", 100 * MS)
 
 
-def test_a_fault_is_said_in_characters_that_print() -> None:
+def test_a_fault_is_said_in_characters_that_print(caplog: pytest.LogCaptureFixture) -> None:
     robot = Robot()
     robot.timeline.held(robot.clock(), "stop: \udcff\x1b[2J " + "x" * 1000)
     robot.tell()
+    assert [each.getMessage().isprintable() for each in caplog.records] == [True]
     assert robot.sent[-1].fault == "stop:   [2J " + "x" * (MAX_FAULT - 12)
     assert m.from_robot.decode(encoder.encode(robot.sent[-1])) == robot.sent[-1]
 
