@@ -276,11 +276,12 @@ def test_a_wait_awake_that_looks_sees_other_descriptors_without_a_sleep(
     waiter.register(here.fileno())
     sleeps = []
     for _ in range(5):
+        began_ns = now_ns()
         threading.Timer(0.01, there.send, [b"1"]).start()
-        began_ns, before = now_ns(), resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
+        before = resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
         assert waiter.wait_awake(LONG_NS, 20_000) == [here.fileno()]
         sleeps.append(resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw - before)
-        assert 5 * NS_PER_MS < now_ns() - began_ns < NS_PER_S
+        assert now_ns() - began_ns < NS_PER_S
         here.recv(1)
     assert not waiter.wait_awake(NS_PER_MS, 20_000)
     assert min(sleeps) <= 3  # a few for the GIL, which the sender takes

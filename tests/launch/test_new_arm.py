@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 
 from ppstream import ConfigError
 from ppstream.config.load import locate, read
-from ppstream.core.clock import now_ns
+from ppstream.core.clock import NS_PER_S, now_ns
 from ppstream.ingest.intake import build_intake
 from ppstream.launch import commands, new_arm
 from ppstream.launch.new_arm import Arm, toml_of
@@ -105,7 +105,9 @@ class Served:
 
     def wait_ready(self, timeout_s: float, **_: Any) -> bool:
         now, actions = now_ns(), bytes(4 * HORIZON * self.timeline.dim)
-        assert self.timeline.merge(make_chunk(end_ns=now, actions=memoryview(actions)), now) is None
+        lasting = {"start_ns": now, "dt_ns": NS_PER_S, "expires_ns": now + 2 * NS_PER_S}
+        chunk = make_chunk(end_ns=now, actions=memoryview(actions), **lasting)
+        assert self.timeline.merge(chunk, now) is None
         return True
 
     def push(self, stream: str, stamp_ns: int, values: Any) -> bool:
