@@ -38,6 +38,13 @@ class Rig:
         self.now_ns += NS_PER_S
         self.state.check(self.now_ns)
 
+    def new_robot_without(self, stream):
+        """Three seconds of a robot that never sends one of its streams."""
+        self.row.close()
+        self.row.open(8)
+        for _ in range(3):
+            self.second(**{stream: 0})
+
     def told(self):
         found = [(c.stream, c.condition) for c in self.changes]
         self.changes.clear()
@@ -101,11 +108,7 @@ def test_slow_and_silent_say_what_was_measured_the_limit_and_what_helps(rig):
 
 
 def test_a_stream_of_which_nothing_came_yet_is_not_told_to_lower_its_rate(rig):
-    rig.row.close()
-    rig.row.open(8)
-    rig.second(imu=0)
-    rig.second(imu=0)
-    rig.second(imu=0)
+    rig.new_robot_without("imu")
     whys = [change.why for change in rig.changes if change.stream == "imu"]
     assert whys
     assert all("see that it is pushed" in why for why in whys)
@@ -270,11 +273,7 @@ def test_a_stream_that_ends_with_its_episode_is_silent_once_its_age_is_over():
 
 
 def test_a_stream_that_never_came_is_silent(rig):
-    rig.row.close()
-    rig.row.open(8)
-    rig.second(joints=0)
-    rig.second(joints=0)
-    rig.second(joints=0)
+    rig.new_robot_without("joints")
     assert rig.told()[-1] == ("joints", "silent")
 
 
