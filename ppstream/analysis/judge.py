@@ -45,6 +45,7 @@ from ppstream.analysis.run_report import (
 )
 from ppstream.analysis.run_statistics import (
     HARMLESS,
+    Spoilt,
     chunk_gaps,
     critical_path,
     deadlines,
@@ -163,7 +164,7 @@ def _report(findings: Diagnosis, queues: QueueMaxima, service: ServiceReport | N
 
 
 def _evidence(run: RunLog, window: JudgedSpan) -> Evidence:
-    score = primary(window)
+    score, lost = primary(window), spoilt(run, window, N_MIN)
     machine = _machine(run, window)
     return Evidence(
         run=run,
@@ -173,21 +174,22 @@ def _evidence(run: RunLog, window: JudgedSpan) -> Evidence:
         audits=audit_all(run, window),
         safety=safety_counts(run),
         latency=quantiles(latencies_ns(window)),
-        spoilt=spoilt(run, window, N_MIN),
+        spoilt=lost,
         unnamed=unnamed(window),
         machine=machine,
-        lease=_bring_up_lease(run, window, score),
+        lease=_bring_up_lease(run, window, score, lost),
     )
 
 
-def _bring_up_lease(run: RunLog, window: JudgedSpan, score: Primary | None) -> LeaseNeed | None:
+def _bring_up_lease(
+    run: RunLog, window: JudgedSpan, score: Primary | None, lost: Spoilt | None
+) -> LeaseNeed | None:
     """Returns what the lease must cover; at the rate of sensors that are slower than it all."""
-    lost = spoilt(run, window, N_MIN)
     if window.phases != {BRING_UP} or (window.n < N_MIN and lost is None):
         return None
     lines = window.measured if lost is None else judged(run, window)
     c_ns = 0 if run.standalone is None else round(run.standalone.c_ns)
-    need = lease_need(lines, _limits_ns(run), c_ns=c_ns)
+    need = lease_need(lines, age_limits_ns(run.config), c_ns=c_ns)
     paced_ns = window_period_ns(run.config)
     if need is None or paced_ns <= (need.period_ns if score is None else score.period_ns):
         return need
@@ -235,12 +237,12 @@ def _chunks(run: RunLog) -> RobotChunks | None:
 
 def _age_limit_ns(run: RunLog) -> int | None:
     """No robot executes an older action; None: nobody says."""
-    return _actions_ns(run, "max_age_ms") or _actions_ns(run, "lease_ms")
+    return _actions_ns(run.config, "max_age_ms") or _actions_ns(run.config, "lease_ms")
 
 
-def _limits_ns(run: RunLog) -> dict[str, int]:
+def age_limits_ns(config: Json) -> dict[str, int]:
     """Limits of an action's age, by setting."""
-    found = {f"actions.{name}": _actions_ns(run, name) for name in ("lease_ms", "max_age_ms")}
+    found = {f"actions.{name}": _actions_ns(config, name) for name in ("lease_ms", "max_age_ms")}
     return {name: ns for name, ns in found.items() if ns is not None}
 
 
@@ -249,7 +251,7 @@ def _last_step_ns(run: RunLog) -> int | None:
 
     None: nobody says, or robots ask for their chunks, which may begin at the answer.
     """
-    dt_ns = _actions_ns(run, "dt_ms")
+    dt_ns = _actions_ns(run.config, "dt_ms")
     horizon = _mapping(run.config.get("actions")).get("horizon")
     if dt_ns is None or not isinstance(horizon, int) or is_on_request(run.config):
         return None
@@ -349,8 +351,8 @@ def _service(run: RunLog) -> ServiceReport | None:
         return _unserved(run)
     window = select_window(run, *SERVING)
     score = primary(window, resampled=False)
-    reasons = _service_reasons(run, ready)
-    reasons |= _lost_lines(run)
+    lease = _service_lease(run, ready)
+    reasons = _service_reasons(run, ready, lease) | _lost_lines(run)
     lease_ns = _lease_ns(run)
     on_request = streams_on_request(run.config)
     found = [
@@ -366,7 +368,7 @@ def _service(run: RunLog) -> ServiceReport | None:
         drops=drops(run, ready),
         verdict=verdict if reasons else Verdict.PASS,
         reasons=reasons,
-        lease=_service_lease(run, ready),
+        lease=lease,
         gaps=chunk_gaps(run, ready, lease_ns),
         robots=with_waits(run),
         rule_counts=run.rule_counts,
@@ -400,7 +402,7 @@ def _service_lease(run: RunLog, ready: list[Envelope]) -> LeaseNeed | None:
     if is_on_request(run.config):
         return None
     ages_ns = [*run.ages_ns, *chain.from_iterable(run.unexecuted_ages_ns.values())]
-    return lease_need(ready, _limits_ns(run), ages_ns=ages_ns)
+    return lease_need(ready, age_limits_ns(run.config), ages_ns=ages_ns)
 
 
 def _lost_lines(run: RunLog) -> dict[str, str]:
@@ -430,7 +432,7 @@ def _chunks_per_s(ready: Iterable[Envelope], lease_ns: int) -> float | None:
     return len(gaps_ns) * 1e9 / lasted_ns if lasted_ns > 0 else None
 
 
-def _service_reasons(run: RunLog, ready: list[Envelope]) -> dict[str, str]:
+def _service_reasons(run: RunLog, ready: list[Envelope], lease: LeaseNeed | None) -> dict[str, str]:
     """Reasons against service, each with its sentence: one is a doubt, two are proof."""
     found: dict[str, str] = {}
     if failed := failed_end(run):
@@ -459,8 +461,8 @@ def _service_reasons(run: RunLog, ready: list[Envelope]) -> dict[str, str]:
             f"robot {worst.name} held {min(1.0, held_ns / lasted_ns):.0%} of the time, "
             f"{worst.faults or 0} faults" + (f", the newest: {worst.fault}" if worst.fault else "")
         )
-        if (need := _service_lease(run, ready)) is not None and need.is_short:
-            found["SERVICE_HELD"] += f"; {need.text}"
+        if lease is not None and lease.is_short:
+            found["SERVICE_HELD"] += f"; {lease.text}"
     lost = [e.drop for e in ready if e.drop is not None and e.drop not in HARMLESS]
     if len(lost) > DROPPED_MAX * len(ready):
         reasons = ", ".join(f"{lost.count(drop)} {drop}" for drop in dict.fromkeys(lost))
@@ -478,13 +480,13 @@ def _service_reasons(run: RunLog, ready: list[Envelope]) -> dict[str, str]:
 
 def _lease_ns(run: RunLog) -> int:
     """So long a robot moves on without a new chunk; where nobody says, a second."""
-    lease_ns = _actions_ns(run, "lease_ms")
+    lease_ns = _actions_ns(run.config, "lease_ms")
     return 1_000_000_000 if lease_ns is None else lease_ns
 
 
-def _actions_ns(run: RunLog, name: str) -> int | None:
+def _actions_ns(config: Json, name: str) -> int | None:
     """A time of [actions]; None: it has none."""
-    value = _mapping(run.config.get("actions")).get(name)
+    value = _mapping(config.get("actions")).get(name)
     if not isinstance(value, int | float):
         return None
     if 0 <= value <= TIME_MAX_MS:

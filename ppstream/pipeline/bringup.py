@@ -21,14 +21,14 @@ import msgspec
 import torch
 
 from ppstream.analysis.age_advice import lease_need_in_turn
-from ppstream.analysis.judge import judge
+from ppstream.analysis.judge import age_limits_ns, judge
 from ppstream.analysis.log_reader import read_run
 from ppstream.analysis.requests import has_streaming_robots, window_period_ns
 from ppstream.analysis.scores import resource_title
 from ppstream.analysis.segments import ALONE
 from ppstream.analysis.verdict import Verdict
 from ppstream.control.peer_process import HeldProcess, everybody, of_ranks
-from ppstream.core.clock import NS_PER_MS, now_ns
+from ppstream.core.clock import now_ns
 from ppstream.core.cpus import MachineMeter
 from ppstream.core.errors import ConfigError, GateFailedError, GateInconclusiveError, LogError
 from ppstream.core.interpreter import freeze_garbage
@@ -243,6 +243,9 @@ def time_isolated_stages(rank0: Rank0Loop, repeats: int) -> dict[str, Any]:
 
     The mean is what the run's own times are compared with: a stage may be slow now and then. Empty
     where no envelope came through.
+
+    Raises:
+        GateFailedError: of one rank, by these times: as ``check_lease``.
     """
     rank0.log.apart = ALONE  # none of these envelopes is to be judged
     durations = rank0.measure(repeats)
@@ -271,12 +274,7 @@ def check_lease(config: PipelineConfig, stages_ns: Mapping[str, Sequence[int]]) 
         GateFailedError: robots would hold.
     """
     settings = msgspec.json.decode(msgspec.json.encode(config))  # as run.json has them
-    limits_ns = {
-        f"actions.{name}": round(settings["actions"][name] * NS_PER_MS)
-        for name in ("lease_ms", "max_age_ms")
-        if settings["actions"][name] is not None
-    }
-    need = lease_need_in_turn(stages_ns, limits_ns, window_period_ns(settings))
+    need = lease_need_in_turn(stages_ns, age_limits_ns(settings), window_period_ns(settings))
     if need is not None and need.is_short and has_streaming_robots(settings):
         raise GateFailedError(f"SHORT_LEASE: {need.text}; {need.remedy(None, 0)}")
 

@@ -65,8 +65,8 @@ MUTANTS: Final = (
     Mutant(
         "service is judged beside bring-up",
         "ppstream/analysis/judge.py",
-        "    reasons = _service_reasons(run, ready)\n",
-        "    reasons: dict[str, str] = {}\n",
+        "    reasons = _service_reasons(run, ready, lease) | _lost_lines(run)\n",
+        "    reasons = _lost_lines(run)\n",
         "worse-service",
     ),
     Mutant(
