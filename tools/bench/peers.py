@@ -160,7 +160,14 @@ class PeerBench:
             self.skipped[peer] = str(error)
 
     def add_period(self, number: int, row: str, peer: str, us: float, cores: Cores) -> None:
-        self.found.append(PeerResult(number, row, peer, us, None, cores.foreign()))
+        self.add([PeerResult(number, row, peer, us, None, cores.foreign())])
+
+    def add(self, found: Sequence[PeerResult]) -> None:
+        """Keeps results and prints them at once: a time limit costs the summary alone."""
+        self.found += found
+        for each in found:
+            p99 = "" if each.p99 is None else f", p99 {each.p99:.0f}"
+            print(f"  {each.row}, {each.peer}: {each.p50:.0f}{p99} us", flush=True)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -214,7 +221,7 @@ def measure_part(session: PeerBench, number: int, part: str) -> None:
     for peer in peers[turn:] + peers[:turn]:
         for _ in range(ATTEMPTS):
             try:
-                session.found += measure_peer(session, number, peer, part)
+                session.add(measure_peer(session, number, peer, part))
                 break
             except NotServed as error:
                 print(f"{peer}, {part}: {error}")
