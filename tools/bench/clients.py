@@ -202,6 +202,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                     logs.setdefault(server, []).append(served)
                     for clients in (1,) if server in LONE else options.clients:
                         cell = measure(session, server, served, clients, options)
+                        shown = f"{cell[0]:.1f} requests/s, p50 {cell[1]:.2f}, p99 {cell[2]:.2f} ms"
+                        print(f"  {clients} at once: {shown}", flush=True)
                         over = None if alone_ms is None else cell[1] - alone_ms
                         found.append(ClientsCell(number, server, clients, *cell, over))
     targets, claims = judged(found)
