@@ -301,7 +301,8 @@ class GatewaySession:
             limit_s = _left_s(until_ns)
             answer = await ask_on_loop(self.client, samples, limit_s, received_ns, self._in_thread)
         except TimeoutError as error:
-            reason = f"no actions came for this observation; the run is {self.client.phase}"
+            phase = self.client.statistics().phase_text
+            reason = f"no actions came for this observation; the run is {phase}"
             raise NoAnswerError(f"{reason}; {self._limit()}", "timeout") from error
         except PeerLostError as error:
             raise NoAnswerError(str(error), "peer_lost") from error

@@ -19,7 +19,7 @@ from ppstream.core.clock import now_ns
 from ppstream.core.errors import ConfigError
 from ppstream.core.phases import SERVING
 from ppstream.ingest.intake import build_intake
-from ppstream.ingest.sensor_health import SensorChange, SensorState
+from ppstream.ingest.sensor_health import DEGRADED, SensorChange, SensorState
 from ppstream.ingest.sources import RecordedSource, Source
 from ppstream.observe.run_folder import ROBOT_STORY, Run
 from ppstream.pipeline.child_process import ChildProcess, start_gateway, start_view
@@ -164,6 +164,10 @@ class Service:
             "%s of %s: %s, was %s%s", change.stream, robot, change.condition, change.before, why
         )
         self._rank0.log.event("sensor", robot=robot, **change._asdict())
+        if self.sessions is not None:
+            line = f"{change.stream}: {change.condition}{why}"
+            told = line if change.condition in DEGRADED else ""
+            self.sessions.set_degraded(change.row, change.stream, told)
 
     def _on_degraded(self, is_degraded: bool) -> None:  # noqa: FBT001 - a callback's only value
         self._rank0.log.event("degraded", degraded=is_degraded)

@@ -83,7 +83,7 @@ class Asking:
             return self.answer
         if self.link.is_closing:
             raise PpstreamError("this client was closed during ask()")
-        phase = self.link.session.phase
+        phase = self.link.session.phase_text
         if not is_sent:
             what = f"{self._endpoint}: rank 0 cannot receive samples now; the run is {phase}"
             raise PeerLostError(what)

@@ -365,6 +365,7 @@ class RobotClient:
             return ClientStatistics(
                 session=session.session,
                 phase=session.phase,
+                phase_text=session.phase_text,
                 failure=self.failure,
                 sessions_opened=session.opened,
                 reconnecting=session.reconnecting(),

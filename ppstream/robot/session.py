@@ -74,6 +74,7 @@ class RobotSession:
         self.session = 0
         self.session_epoch = 0
         self.phase = CONNECTING
+        self.degraded: tuple[str, ...] = ()  # why, of each stream of this robot that it is for
         self.welcome: Welcome | None = None
         self.refused: Refused | None = None
         self.rates = SampleRates({})  # of observations that are asked for
@@ -97,6 +98,12 @@ class RobotSession:
     @property
     def executable(self) -> bool:
         return self.phase in SERVING
+
+    @property
+    def phase_text(self) -> str:
+        """The phase, and why, where streams of this robot degrade the run."""
+        why = printable("; ".join(self.degraded), MAX_TEXT)
+        return f"{self.phase} ({why})" if why else self.phase
 
     @property
     def is_hopeless(self) -> bool:
@@ -188,7 +195,7 @@ class RobotSession:
         if isinstance(answer, Welcome):
             return self._open(answer, now_ns)
         if isinstance(answer, Phase):
-            self.phase = answer.phase
+            self._change_phase(answer)
         elif isinstance(answer, Refused):
             self.refused = answer
             if self.opened and answer.reason not in self._told:  # else who connects is told
@@ -234,12 +241,20 @@ class RobotSession:
             return "episode"
         return "lease" if chunk.expires_ns - chunk.window_end_ns > self.welcome.lease_ns else None
 
+    def _change_phase(self, told: Phase) -> None:
+        self.phase = told.phase
+        for line in told.details:
+            if line not in self.degraded:
+                logger.warning("the run is degraded: %s", printable(line, MAX_TEXT))
+        self.degraded = told.details
+
     def _open(self, welcome: Welcome, now_ns: int) -> bool:
         self.phase = welcome.phase
         if welcome.session == self.session:  # the answer to a Hello that was sent twice
             return False
         self.session, self.session_epoch = welcome.session, 0
         self.welcome, self.refused = welcome, None
+        self.degraded = ()
         self._told.clear()
         names = (stream.name for stream in self._hello.streams)
         self.rates = SampleRates(dict(zip(names, welcome.samples_per_s, strict=False)))

@@ -181,6 +181,7 @@ class Reconnecting:
 class ClientStatistics:
     """Counts since the start; ``age`` is observation to action, in the robot's clock.
 
+    ``phase_text``: the phase, and why, where streams of this robot degrade the run.
     ``failure``: the exception that ended the receiving thread, with traceback; None: it runs.
     ``unsent``: samples pushed while rank 0 could not receive. ``dropped``: chunks of another
     session or episode, and those unread at the close (``closed``); the timeline counts the
@@ -190,6 +191,7 @@ class ClientStatistics:
 
     session: int
     phase: str
+    phase_text: str
     failure: str | None
     sessions_opened: int
     reconnecting: Reconnecting
@@ -206,7 +208,7 @@ class ClientStatistics:
         if self.failure is not None:
             state = self.failure.partition("\n")[0]
         elif self.session:
-            state = f"session {self.session:x}, {self.phase}"
+            state = f"session {self.session:x}, {self.phase_text}"
         else:
             again = self.reconnecting
             why = f" ({again.refusal})" if again.refusal else ""

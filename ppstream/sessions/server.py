@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from ppstream import native
 from ppstream.core.clock import NS_PER_MS, NS_PER_S, Clock
 from ppstream.core.clock import now_ns as clock_ns
-from ppstream.core.errors import ConfigError, ProtocolError
+from ppstream.core.errors import MAX_TEXT, ConfigError, ProtocolError
 from ppstream.core.phases import ENDING, SERVING
 from ppstream.ingest.sample_ledger import RATE
 from ppstream.observe.statistics import SessionStatistics
@@ -199,7 +199,18 @@ class Sessions:
         for session in self._table.all():
             if phase in SERVING and not session.is_serving:
                 self._serve(session)
-            self._send(session.peer, Phase(phase))
+            self._send_phase(session)
+
+    def set_degraded(self, row: int, stream: str, why: str) -> None:
+        """Tell the robot of ``row`` why a stream of it degrades the run; empty: it does no more."""
+        session = self._table.by_row(row)
+        if session is None:
+            return
+        session.degraded.pop(stream, None)
+        if why:
+            session.degraded[stream] = why[:MAX_TEXT]
+        if self._phase == "degraded":  # else the phase comes behind
+            self._send_phase(session)
 
     def statistics(self) -> SessionStatistics:
         return self._counts.statistics(len(self._table))
@@ -453,6 +464,9 @@ class Sessions:
         """Tells a robot of its session; False: nobody is there any more."""
         told = welcome(self._config, session.hello, session.id, self._phase, SILENCE_NS)
         return self._send(session.peer, told)
+
+    def _send_phase(self, session: Session) -> None:
+        self._send(session.peer, Phase(self._phase, tuple(session.degraded.values())))
 
     def _refuse(self, peer: bytes, reason: str, details: list[str]) -> None:
         self._counts.refused[reason] += 1

@@ -135,6 +135,7 @@ class Session:
     frames_left: int
     changes_left: int
     wish: tuple[int, str] = (0, "")  # conditioning_epoch, text
+    degraded: dict[str, str] = field(default_factory=dict)  # why, by stream that degrades the run
     offset: OffsetEstimate = field(default_factory=OffsetEstimate)
     episode: int = 0
     is_serving: bool = False

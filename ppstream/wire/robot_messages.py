@@ -275,9 +275,13 @@ class Refused(Message, frozen=True, tag=18):
 
 
 class Phase(Message, frozen=True, tag=19):
-    """The run changed its phase; the robot holds unless it is one of ``core.phases.SERVING``."""
+    """The run changed its phase; the robot holds unless it is one of ``core.phases.SERVING``.
+
+    ``details`` (since 1.2, not in all): a line for each stream of this robot that degrades the run.
+    """
 
     phase: Name
+    details: Annotated[tuple[Text, ...], Meta(max_length=MAX_DETAILS)] = ()
 
 
 class ActionChunk(Message, frozen=True, tag=20):

@@ -65,15 +65,18 @@ def test_a_sensor_that_is_refused_is_printed_and_logged_with_the_reason(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "ppstream")
+    told: list[tuple[Any, ...]] = []
     with serving(tmp_path) as (pipeline, running):
         rank0, row = pipeline.rank0, running.intake.rows[0]
+        assert running.sessions is not None
+        running.sessions.set_degraded = lambda *line: told.append(line)  # type: ignore[method-assign]
 
         def be_refused(phase: str) -> None:
             if phase != "ready":
                 return
             row.open(7)
-            for seconds in (0, 1):
-                row.reference.refuse("non_finite", 3 * seconds)
+            for seconds, refused in ((0, 0), (1, 3), (1, 0)):
+                row.reference.refuse("non_finite", refused)
                 for look in rank0.on_second:
                     look(seconds * NS_PER_S)
             row.close()
@@ -84,6 +87,9 @@ def test_a_sensor_that_is_refused_is_printed_and_logged_with_the_reason(
     why = "100% of samples non_finite; send values that float32 can hold"
     assert event["why"] == why
     assert f"refused, was ok: {why}" in caplog.text
+    name = row.reference.stream.name
+    of_it = [line for _, stream, line in told if stream == name]
+    assert of_it == [f"{name}: refused: {why}", ""]
 
 
 def test_a_service_begins_with_an_epoch_of_its_own_and_logs_what_robots_tell(

@@ -379,6 +379,30 @@ def test_a_clock_in_seconds_ends_the_client_with_what_it_must_return() -> None:
             client.push("joints", client.clock(), [1, 2, 3])
 
 
+def test_a_robot_logs_once_why_a_stream_of_its_own_degrades_the_run(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    why = "imu: silent: no sample for 1.02 s; limit 1.00 s; see that it is pushed"
+    with serving(make_config()) as server, make_client(server.sessions.endpoint) as client:
+        client.connect()
+        sessions = server.sessions
+        server.order(lambda: sessions.set_degraded(0, "imu", why))
+        for phase in ("degraded", "degraded"):
+            server.order(lambda phase=phase: sessions.set_phase(phase))
+        wait_until(lambda: f"degraded ({why}); age" in client.statistics().line())
+        with pytest.raises(TimeoutError, match=r"the run is degraded \(imu: silent: no s"):
+            client.ask({"joints": [1, 2, 3], "imu": [1, 2]}, timeout_s=0.01)
+        server.order(lambda: sessions.set_degraded(0, "joints", "joints: slow"))
+        wait_until(lambda: f"degraded ({why}; joints: slow); age" in client.statistics().line())
+        for stream in ("imu", "joints"):
+            server.order(lambda stream=stream: sessions.set_degraded(0, stream, ""))
+        wait_until(lambda: ", degraded; age" in client.statistics().line())
+        server.order(lambda: sessions.set_phase("ready"))
+        wait_until(lambda: client.phase == "ready")
+    told = [text for text in caplog.messages if "degraded" in text]
+    assert told == [f"the run is degraded: {line}" for line in (why, "joints: slow")]
+
+
 def test_a_fault_is_logged_with_or_without_a_session_and_not_by_the_loop(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

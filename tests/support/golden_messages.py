@@ -91,6 +91,7 @@ TO_ROBOT_1_2: Final[dict[str, Any]] = TO_ROBOT_1_1 | {
         8,
         (502, 100),
     ),
+    "phase": m.Phase("degraded", ("top: silent, no sample for 1.02 s",)),
     "described": m.Described(
         1,
         2,
