@@ -21,7 +21,7 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from ppstream import ConfigError, PipelineConfig, TensorSpec
+from ppstream import ConfigError, PipelineConfig, Policy, TensorSpec
 from ppstream.config import load
 from ppstream.core.errors import ExitCode
 from ppstream.policy.compatibility import build_parts
@@ -143,7 +143,7 @@ def scales_of(path: Path | None) -> dict[str, TensorScale]:
         raise ConfigError([f"--stats: {path}: {error}"]) from error
 
 
-def inputs_of(parts: Sequence[NetworkPart]) -> tuple[TensorSpec, ...]:
+def inputs_of(parts: Sequence[Policy]) -> tuple[TensorSpec, ...]:
     """Everything that parts read and none of them writes, each once."""
     made = {spec.name for part in parts for spec in part.outputs}
     read = {spec.name: spec for part in parts for spec in part.inputs}
@@ -167,14 +167,15 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _problems(target: str, parts: Sequence[object]) -> Iterator[str]:
+def _problems(target: str, parts: Sequence[Policy]) -> Iterator[str]:
     """Yields why a policy cannot be written as ONNX."""
     for part in parts:
         if not isinstance(part, NetworkPart):
             yield (
                 f"policy.target: {target} gave {type(part).__name__}, want parts that are "
-                "NetworkPart, as those of ppstream_stages.act:build"
+                f"NetworkPart, as those of ppstream_stages.act:build; or {_by_hand(parts)}"
             )
+            return
         elif hasattr(part, "instruct"):
             yield f"policy.target: {target}: part {part.name!r} keeps texts, which ONNX cannot"
         elif {weight.dtype for weight in part.network.parameters()} != {torch.float32}:
@@ -182,6 +183,19 @@ def _problems(target: str, parts: Sequence[object]) -> Iterator[str]:
                 f"policy.options.dtype: part {part.name!r} does not compute in float32, which "
                 "ONNX is compared in: --set policy.options.dtype=float32"
             )
+
+
+def _by_hand(parts: Sequence[Policy]) -> str:
+    """Words for the other way, which any policy has."""
+    inputs, outputs = (
+        msgspec.json.encode(specs).decode() for specs in (inputs_of(parts), parts[-1].outputs)
+    )
+    return (
+        f"write {MODEL} with torch.onnx.export (tensors by these names, the first dimension any "
+        f'number of rows, weights in the file) and beside it {SIDECAR}: {{"sha256": "of '
+        f'{MODEL}", "inputs": {inputs}, "outputs": {outputs}}}; both are served by policy.target = '
+        '"ppstream_stages.onnx:build" with policy.weights = the file'
+    )
 
 
 def _write(whole: Whole, path: Path) -> None:

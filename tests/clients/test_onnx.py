@@ -23,7 +23,7 @@ from ppstream.policy.compatibility import build_parts, places_of
 from ppstream.policy.parts import specs_of
 from ppstream_stages import export
 from ppstream_stages.export import inputs_of, main
-from ppstream_stages.onnx import SIDECAR, OnnxPolicy, build
+from ppstream_stages.onnx import SIDECAR, OnnxPolicy, PolicyFile, build
 
 torch.set_num_threads(1)
 
@@ -305,6 +305,21 @@ def test_what_cannot_be_written_as_onnx_is_refused(
     assert main([*line, *(word for one in settings for word in ("--set", one))]) == ExitCode.CONFIG
     assert said in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_a_policy_of_other_parts_is_told_the_policy_json_to_write_by_hand(
+    arm: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = ["--config", str(arm), "--out", str(tmp_path / "out")]
+    echo = ["policy.target=ppstream_stages.echo:build"]
+    echo += ["policy.options={steps=4, dim=7, horizon=8, action_dim=3}"]
+    settings = [word for one in echo for word in ("--set", one)]
+    assert main([*line, *settings]) == ExitCode.CONFIG
+    told = capsys.readouterr().err
+    text = told.partition(f"{SIDECAR}: ")[2].partition("; both are served by policy.target = ")[0]
+    about = msgspec.json.decode(text.replace("of model.onnx", "0" * 64), type=PolicyFile)
+    (policy,) = build_parts(read(str(arm), echo), CPU)
+    assert (about.inputs, about.outputs) == (tuple(policy.inputs), tuple(policy.outputs))
 
 
 @pytest.mark.parametrize("has_older", [True, False])
