@@ -322,6 +322,13 @@ def warnings(config: PipelineConfig) -> Iterator[str]:
                 f"{reach_ms + actions.dt_ms:g} ms old when it comes; raise dt_ms, which is in "
                 "milliseconds, or horizon"
             )
+    for index, stream in enumerate(config.streams if config.gateway else ()):
+        if stream.rate_hz is not None:
+            yield (
+                f"streams[{index}].rate_hz: got {stream.rate_hz:g} beside a gateway, whose clients "
+                f"send as they need actions, so that {stream.name} is called slow or silent; want "
+                "max_request_hz in its place"
+            )
 
 
 def _chunk_rates(config: PipelineConfig) -> Iterator[tuple[str, float]]:

@@ -41,8 +41,16 @@ REMEDIES: Final = {
     DUPLICATE: "give each sample a stamp of its own, in nanoseconds",
     NON_FINITE: "send values that float32 can hold",
     SHAPE: "send what the stream declares: its dim and dtype",
-    RATE: "send fewer, or raise the stream's rate_hz",
+    RATE: "send fewer, or raise the stream's rate_hz (max_request_hz)",
 }
+#: What helps a stream of which nothing came, and one of which too little did; and of what run.
+HELPS: Final = ("see that it is pushed", "see what slows it down, or set rate_hz to what it sends")
+HELPS_GATEWAY: Final = (
+    "a gateway's clients send on request: set max_request_hz in place of rate_hz; of another robot "
+    "see that it is pushed",
+    "a gateway's clients send on request: set max_request_hz in place of rate_hz; of another robot "
+    "see what slows it down",
+)
 #: Conditions in which a robot is told that the run is degraded.
 DEGRADED: Final = frozenset({"silent", "refused", "slow"})
 
@@ -112,6 +120,7 @@ class SensorState:
         tell_degraded: Callable[[bool], None],
     ) -> None:
         self._streams = config.streams
+        self._helps = HELPS_GATEWAY if config.gateway else HELPS
         self._intake = intake
         self._tell = tell
         self._on_degraded = tell_degraded
@@ -148,7 +157,7 @@ class SensorState:
             self._steadiness.pop(key, None)
             return
         was = self.conditions.get(key, "ok")
-        found, why = _condition(stream, before, seen, was)
+        found, why = _condition(stream, before, seen, was, self._helps)
         if found == "ok" and place.lacks(stream.name):  # of a stream that comes on request, too
             found, why = "silent", _why_lacking(stream, seen)
         taken = seen.accepted - before.accepted
@@ -168,9 +177,12 @@ class SensorState:
 
 
 def _condition(
-    stream: StreamConfig, before: _Seen, now: _Seen, was: Condition
+    stream: StreamConfig, before: _Seen, now: _Seen, was: Condition, helps: tuple[str, str]
 ) -> tuple[Condition, str]:
-    """The condition of a second; why, where that is known from the counts."""
+    """The condition of a second; why, where that is known from the counts.
+
+    ``helps``: a stream of which none came, and one of which some did.
+    """
     seconds = (now.at_ns - before.at_ns) / NS_PER_S
     came, taken = now.received - before.received, now.accepted - before.accepted
     if came and came - taken > REFUSED * came:
@@ -180,15 +192,14 @@ def _condition(
     age_ns = now.at_ns - now.heard_ns
     limit_ns = max(round(stream.max_age_ms * NS_PER_MS), NS_PER_S)
     if age_ns > limit_ns:
-        why = f"no sample for {_seconds(age_ns)}; limit {_seconds(limit_ns)}; see that it is pushed"
-        return "silent", why
+        limit = f"limit {_seconds(limit_ns)}"
+        return "silent", f"no sample for {_seconds(age_ns)}; {limit}; {helps[0]}"
     wanted = stream.most_hz * seconds
     share = FAST_AGAIN if was == "slow" else SLOW
     if wanted >= SAMPLES_MIN and taken < share * wanted:
-        helps = "see what slows it down, or set rate_hz to what it sends"
         return "slow", (
             f"{taken / seconds:.1f} samples/s; limit {SLOW * stream.most_hz:g}, half its rate_hz; "
-            f"{helps if taken else 'see that it is pushed'}"
+            f"{helps[taken > 0]}"
         )
     return "ok", ""
 

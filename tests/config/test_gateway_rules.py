@@ -17,6 +17,7 @@ from ppstream.config.gateway_rules import (
     missing_libraries,
 )
 from ppstream.config.load import as_toml, read
+from ppstream.config.rules import warnings
 from ppstream.config.schema import GatewayConfig, PipelineConfig
 from ppstream.core.errors import ConfigError
 
@@ -44,6 +45,18 @@ def found(config: PipelineConfig) -> str:
 def test_a_gateway_that_agrees_with_its_run_is_no_problem() -> None:
     assert found(droid()) == ""
     assert key_entries(droid().gateway[0])["wrist"] == KeyEntry("e", "chw", optional=False)
+
+
+def test_streams_at_a_rate_beside_a_gateway_are_a_warning_each() -> None:
+    assert list(warnings(droid())) == []
+    joints, *others = droid().streams
+    paced = msgspec.structs.replace(joints, rate_hz=15.0, max_request_hz=None)
+    (told,) = warnings(msgspec.structs.replace(droid(), streams=(paced, *others)))
+    assert told.startswith("streams[0].rate_hz: got 15 beside a gateway")
+    assert told.endswith("joints is called slow or silent; want max_request_hz in its place")
+    assert not list(
+        warnings(msgspec.structs.replace(droid(), streams=(paced, *others), gateway=()))
+    )
 
 
 def test_a_gateway_survives_the_way_through_toml(tmp_path: Path) -> None:

@@ -107,6 +107,15 @@ def test_slow_and_silent_say_what_was_measured_the_limit_and_what_helps(rig):
     }
 
 
+def test_behind_a_gateway_a_slow_or_silent_stream_is_one_on_request():
+    rig = Rig(msgspec.structs.replace(make_config(), gateway=(GatewayConfig("openpi", {}),)))
+    rig.second()
+    rig.second(joints=20, imu=0)
+    helps = "; a gateway's clients send on request: set max_request_hz in place of rate_hz; of an"
+    assert len(rig.changes) == 2
+    assert all(helps in change.why for change in rig.changes)
+
+
 def test_a_stream_of_which_nothing_came_yet_is_not_told_to_lower_its_rate(rig):
     rig.new_robot_without("imu")
     whys = [change.why for change in rig.changes if change.stream == "imu"]
