@@ -44,6 +44,20 @@ class Source(Protocol):
         """When the next sample falls due; None: only ``fds`` tell."""
 
 
+def served_recording(config: PipelineConfig) -> Recording | None:
+    """Reads what is served in the place of robots, if anything, and sees that it can be.
+
+    Raises:
+        ConfigError: as ``RecordedSource``.
+    """
+    path = config.service.recording
+    if path is None:
+        return None
+    recording = load_recording(path, config.streams, config.record.robot).select(config.streams)
+    schedule_of(path, recording, config)
+    return recording
+
+
 class RecordedSource:
     """Plays a recording into rows, each of them the same, in the recording's own time.
 

@@ -19,6 +19,7 @@ from ppstream.config.schema import ImageConfig, PipelineConfig, StreamConfig
 from ppstream.core.errors import ConfigError
 from ppstream.cuda import startup
 from ppstream.ingest.intake import build_intake, needs_of, rings_bytes
+from ppstream.ingest.sources import served_recording
 from ppstream.launch.auto_cut import AUTO
 from ppstream.launch.placement import Placement, RankPlan, place
 from ppstream.links.device_link import AHEAD, slot_count
@@ -71,6 +72,8 @@ def describe(config: PipelineConfig, world_size: int, local_world_size: int | No
         server_keys(config.service.secret_key, config.service.allowed_keys)
     with _collecting(found):
         build_decoder(config)
+    with _collecting(found):
+        served_recording(config)
     if found:
         raise ConfigError(found)
     hops = list(_hops(config, placement, places))

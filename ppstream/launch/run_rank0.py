@@ -29,6 +29,7 @@ from ppstream.core.specs import TensorSpec
 from ppstream.core.version import VERSION
 from ppstream.cuda import startup
 from ppstream.ingest.intake import Intake, build_intake
+from ppstream.ingest.sources import served_recording
 from ppstream.launch import auto_cut, device_ranks, handshake, rank_exit
 from ppstream.launch.course import Course, start_watchdog
 from ppstream.launch.monitoring import Monitoring
@@ -157,6 +158,7 @@ def _serve(
     """Build, prove, serve and drain; returns why it drained."""
     with course.step("the build of stages A and C"):
         intake = build_intake(config)  # bring-up's; service has its own
+        recording = served_recording(config)  # one that cannot be is refused before bring-up
         parts = rank0_parts(config, run, end.generation, stack)
     watching = Monitoring(
         config,
@@ -183,7 +185,7 @@ def _serve(
     end.pass_stops_to(rank0.request_stop)
     end.pass_cuts_to(rank0.request_cut)
     try:
-        with Service(config, run, rank0) as service:
+        with Service(config, run, rank0, recording) as service:
             watching.show_robots(service.sessions)
             bring_up(rank0, intake, service.sessions, run)
             if rank0.stop_reason is not None:

@@ -31,6 +31,7 @@ from ppstream.sessions.server import Sessions
 
 if TYPE_CHECKING:
     from ppstream.recording.recorder import Recorder
+    from ppstream.recording.recording import Recording
     from ppstream.wire.robot_messages import Emitter
 
 logger = logging.getLogger("ppstream")
@@ -39,10 +40,20 @@ ROBOT_END_LIMIT_S: Final = 2.0  # twice; the policy rank waits for ``liveness.dr
 
 
 class Service:
-    """A context manager: robots may connect inside it; ``run`` is the phase *ready*."""
+    """A context manager: robots may connect inside it; ``run`` is the phase *ready*.
 
-    def __init__(self, config: PipelineConfig, run: Run, rank0: Rank0Loop) -> None:
+    ``recording``: what ``served_recording`` has read; None: ``run`` reads it.
+    """
+
+    def __init__(
+        self,
+        config: PipelineConfig,
+        run: Run,
+        rank0: Rank0Loop,
+        recording: Recording | None = None,
+    ) -> None:
         self.config = config
+        self._recording = recording
         self.intake = build_intake(config, rank0.blind_reads)
         self.sessions: Sessions | None = None
         self._actions: ActionFile | None = None
@@ -178,7 +189,8 @@ class Service:
         recording = self.config.service.recording
         if recording is not None:
             speed = None if self.config.pipeline.windows == "scheduled" else 1.0
-            return RecordedSource(recording, self.config, self.intake.rows, speed)
+            rows, read = self.intake.rows, self._recording
+            return RecordedSource(recording, self.config, rows, speed, recording=read)
         return self.sessions or Silence()
 
     def _emitter(self) -> Emitter | None:

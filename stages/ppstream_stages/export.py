@@ -143,7 +143,7 @@ def scales_of(path: Path | None) -> dict[str, TensorScale]:
         raise ConfigError([f"--stats: {path}: {error}"]) from error
 
 
-def inputs_of(parts: Sequence[Policy]) -> tuple[TensorSpec, ...]:
+def inputs_of(parts: Sequence[NetworkPart | Policy]) -> tuple[TensorSpec, ...]:
     """Everything that parts read and none of them writes, each once."""
     made = {spec.name for part in parts for spec in part.outputs}
     read = {spec.name: spec for part in parts for spec in part.inputs}

@@ -11,6 +11,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 
@@ -225,6 +226,15 @@ def test_every_problem_is_found_at_once(given: ModuleType) -> None:
         "and actions.names want actions [16, 2] float32",
         "'given_policy:decode': module 'given_policy' has no 'decode'",
     ]
+
+
+def test_a_recording_that_cannot_be_served_is_a_problem(given: ModuleType, tmp_path: Path) -> None:
+    stamps = np.arange(2000, dtype=np.int64) * 1_000_000
+    values = np.zeros((2000, 7), np.float32)
+    np.savez(tmp_path / "r.npz", **{"joints.stamps_ns": stamps, "joints.values": values})
+    served = config(service={"recording": str(tmp_path / "r.npz")})
+    with pytest.raises(ConfigError, match="'imu' is not recorded, want one of joints"):
+        describe(served, 2)
 
 
 def test_every_problem_of_user_code_is_found_at_once(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 from ranks import JUDGED_AGAIN, Ranks
 from recorded_runs import (
@@ -49,3 +50,15 @@ def test_what_a_run_recorded_brings_the_next_up_as_the_model_says(tmp_path: Path
     one, two = (brought_up(tmp_path / f"d{d}", taken, d, *settings) for d in (1, 2))
     assert_as_the_model_says(one, two, GAP_MAX)
     assert_played(two, taken)
+
+
+def test_a_recording_that_cannot_be_served_is_refused_before_anything_is_warmed(
+    tmp_path: Path,
+) -> None:
+    stamps = np.arange(2000, dtype=np.int64) * 1_000_000
+    np.savez(tmp_path / "q.npz", **{"q.stamps_ns": stamps, "q.values": np.zeros((2000, 7))})
+    settings = (*ON_CPUS, f"service.recording={tmp_path / 'q.npz'}", "bringup.source=synthetic")
+    with Ranks(tmp_path / "refused", *settings, config=CONFIG) as ranks:
+        assert ranks.wait() == [11, 11], ranks.output()
+        assert [line for line in ranks.lines(0) if line.get("name") == "phase"] == []
+        assert "'tau_ext' is not recorded, want one of q" in ranks.output()
