@@ -89,7 +89,7 @@ class LerobotServer:
         self._threads = ThreadPoolExecutor(2 * self._sessions_max, "ppstream-gateway")
         self.robots: dict[str, ServedRobot] = {}  # by peer
         self._connections: dict[str, Connection] = {}  # by peer
-        self._stranger = ServedRobot("a client")  # that is no robot
+        self._stranger = ServedRobot("a client", Connection())  # that is no robot
         self._numbers = itertools.count(1)
         self._server: Any = None
         self._port = 0
@@ -163,37 +163,35 @@ class LerobotServer:
         told, status = robot or self._stranger, grpc.StatusCode.FAILED_PRECONDITION
         if connection.is_starting:
             await self._refuse(told, context, status, REMEDY)
-        connection.is_starting = True
-        try:
+        with connection.starting():
             if reason := await connection.refusal(robot, self._gateway.silence_s):
                 await self._refuse(told, context, status, reason)
             await self._begin(context)
-        finally:
-            connection.is_starting = False
         return EMPTY
 
     async def _begin(self, context: Context) -> None:
         peer = context.peer()
         is_new = peer not in self.robots
-        with (robot := await self._robot(context)).call():
-            session = robot.session
-            assert session is not None, "opened"
-            limit_s = self._gateway.timeout_ms * NS_PER_MS / NS_PER_S
-            reason = f"the run is {session.client.phase}; start the client once it is ready"
-            try:
-                is_ready = await self._in_thread(session.client.wait_ready, limit_s)
-                if is_ready and not is_new:
-                    await self._in_thread(session.reset)
-                    robot.restart()
-            except PpstreamError as error:
-                is_ready, reason = False, str(error)
-            if not is_ready:
-                self._leave(peer)
-                await self._refuse(robot, context, grpc.StatusCode.FAILED_PRECONDITION, reason)
+        robot = await self._robot(context)
+        session = robot.session
+        assert session is not None, "opened"
+        limit_s = self._gateway.timeout_ms * NS_PER_MS / NS_PER_S
+        reason = f"the run is {session.client.phase}; start the client once it is ready"
+        try:
+            is_ready = await self._in_thread(session.client.wait_ready, limit_s)
+            if is_ready and not is_new:
+                await self._in_thread(session.reset)
+                robot.restart()
+        except PpstreamError as error:
+            is_ready, reason = False, str(error)
+        if not is_ready:
+            self._leave(peer)
+            await self._refuse(robot, context, grpc.StatusCode.FAILED_PRECONDITION, reason)
 
     async def _instructions(self, message: bytes, context: Context) -> bytes:
         """A client says what it will send: checked, and never loaded."""
-        with self._connection(context).call(), (robot := await self._robot(context)).call():
+        with self._connection(context).call():
+            robot = await self._robot(context)
             try:
                 wanted = decode_instructions(message)
                 lines = differences(self._config, self._gateway, wanted)
@@ -230,12 +228,11 @@ class LerobotServer:
             await self._refuse(robot, context, status.RESOURCE_EXHAUSTED, reason)
         robot.is_reading = True
         try:
-            with robot.call():
-                whole = await self._whole(messages)
-                request.received_ns = now_ns()
-                observing = self._in_thread(self._observe, robot, whole, request)
-                robot.observing = asyncio.ensure_future(observing)
-                await asyncio.shield(robot.observing)
+            whole = await self._whole(messages)
+            request.received_ns = now_ns()
+            observing = self._in_thread(self._observe, robot, whole, request)
+            robot.observing = asyncio.ensure_future(observing)
+            await asyncio.shield(robot.observing)
         except TimeoutError:
             request.failed("bad_request")
             reason = f"an observation that takes longer than {STREAM_LIMIT_S:g} s"
@@ -291,11 +288,10 @@ class LerobotServer:
                     await asyncio.sleep(LOOK_S)  # its first observation may be on its way
                     continue
                 robot.has_asked, robot.is_fresh = True, False
-                with robot.call():
-                    robot.arrived.clear()
-                    if connection.asking == 1 and (found := robot.pop()) is not None:
-                        return self._reply(robot, *found)
-                    await robot.wait(left_ns)
+                robot.arrived.clear()
+                if connection.asking == 1 and (found := robot.pop()) is not None:
+                    return self._reply(robot, *found)
+                await robot.wait(left_ns)
             return EMPTY
         except asyncio.CancelledError:
             if context.time_remaining() is None:  # it set no limit: its connection has ended
@@ -356,7 +352,7 @@ class LerobotServer:
             if len(self.robots) >= self._sessions_max:
                 await self._refuse(self._stranger, context, status, "too many connections")
             name = f"lerobot-{next(self._numbers)}-{_readable(peer)}"[:ROBOT_CHARACTERS]
-            robot = self.robots[peer] = ServedRobot(name)
+            robot = self.robots[peer] = ServedRobot(name, self._connection(context))
         async with robot.opening:
             if self.robots.get(peer) is not robot:
                 await self._refuse(robot, context, status, "this robot has just left; call again")
@@ -423,7 +419,7 @@ class LerobotServer:
                 if robot.session is not None and is_over:
                     self._leave(peer)
             for peer, connection in list(self._connections.items()):
-                if connection.is_idle:
+                if connection.is_idle and peer not in self.robots:
                     del self._connections[peer]
 
     async def _in_thread(self, call: Callable[..., T], *args: Any) -> T:

@@ -102,6 +102,7 @@ class Connection:
         self.calls = 0  # under way, but Ready
         self.asking = 0  # of them, for actions
         self.is_starting = False  # a Ready is pending
+        self._called_ns = now_ns()  # begin or end of the latest call
         self._begun = 0  # calls ever, but Ready
         self._shared_ns: int | None = None  # two clients were last seen
 
@@ -110,11 +111,27 @@ class Connection:
         self._begun += 1
         self.calls += 1
         self.asking += asks
+        self._called_ns = now_ns()
         try:
             yield
         finally:
             self.calls -= 1
             self.asking -= asks
+            self._called_ns = now_ns()
+
+    @contextmanager
+    def starting(self) -> Iterator[None]:
+        """A Ready, one at a time."""
+        self.is_starting, self._called_ns = True, now_ns()
+        try:
+            yield
+        finally:
+            self.is_starting, self._called_ns = False, now_ns()
+
+    def is_silent(self, silence_s: float) -> bool:
+        """True when no call was under way for so long."""
+        is_called = self.calls or self.is_starting
+        return not is_called and now_ns() - self._called_ns > silence_s * NS_PER_S
 
     @property
     def is_shared(self) -> bool:
@@ -154,15 +171,13 @@ class Connection:
 
 
 class ServedRobot:
-    """One peer: its session, and what is known of its calls."""
+    """One peer: its session, and what is known of its observations."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, name: str, connection: Connection) -> None:
+        self.name, self.connection = name, connection
         self.session: GatewaySession | None = None
         self.opening = asyncio.Lock()
         self.arrived = asyncio.Event()  # actions, perhaps
-        self.calls = 0
-        self.called_ns = now_ns()  # begin or end of the latest
         self.has_asked = False  # for actions
         self.is_fresh = False  # its client has said what it will send, and not called since
         self.told_ns = 0
@@ -174,16 +189,6 @@ class ServedRobot:
         self._sent: dict[int, Observed] = {}  # by stamp
         self._timestep: int | None = None  # the newest since Ready
         self._before: int | None = None  # and before it
-
-    @contextmanager
-    def call(self) -> Iterator[None]:
-        self.calls += 1
-        self.called_ns = now_ns()
-        try:
-            yield
-        finally:
-            self.calls -= 1
-            self.called_ns = now_ns()
 
     async def wait(self, limit_ns: int) -> None:
         """Wait until actions may have come, or ``limit_ns`` are over.
@@ -213,7 +218,7 @@ class ServedRobot:
 
     def is_silent(self, silence_s: float) -> bool:
         limit_s = min(silence_s, ASKS_WITHIN_S) if self.has_asked else silence_s
-        return not self.calls and now_ns() - self.called_ns > limit_s * NS_PER_S
+        return self.connection.is_silent(limit_s)
 
     def restart(self) -> None:
         """Begin a new episode: its steps may be counted anew."""
