@@ -22,11 +22,11 @@ from urllib.parse import unquote
 import grpc
 
 from ppstream.analysis.records import RequestError
-from ppstream.config.gateway_rules import listen_address, listen_of
 from ppstream.config.schema import GatewayConfig, PipelineConfig
 from ppstream.core.clock import NS_PER_MS, NS_PER_S, now_ns
 from ppstream.core.errors import PpstreamError, ProtocolError, SpecError
-from ppstream.gateway.key_map import KeyMap
+from ppstream.gateway.lerobot_contract import address_of, differences
+from ppstream.gateway.lerobot_contract import describe as describe
 from ppstream.gateway.lerobot_robot import (
     LOOK_S,
     QUIET_S,
@@ -45,7 +45,6 @@ from ppstream.wire.endpoints import bracketed
 from ppstream.wire.lerobot import (
     PIECE_MESSAGE_BYTES,
     Assembly,
-    RemotePolicyConfig,
     decode_instructions,
     decode_observation,
     encode_actions,
@@ -66,8 +65,6 @@ SPARE_CONNECTIONS: Final = 64  # beyond those
 CALLS_PER_CONNECTION: Final = 8
 ROBOT_CHARACTERS: Final = 64  # of a name
 BYTES_PER_MB: Final = 1_000_000
-STATE: Final = "observation.state"
-IMAGES: Final = "observation.images."
 
 T = TypeVar("T")
 Context = Any  # grpc.aio.ServicerContext: gRPC has no types
@@ -100,7 +97,7 @@ class LerobotServer:
     @property
     def address(self) -> str:
         """As ``WireServer``."""
-        host, _ = _address(self._gateway)
+        host, _ = address_of(self._gateway)
         return f"{bracketed(host)}:{self._port}"
 
     async def __aenter__(self) -> LerobotServer:
@@ -122,7 +119,7 @@ class LerobotServer:
             maximum_concurrent_rpcs=CALLS_PER_CONNECTION * connections,
         )
         self._server.add_generic_rpc_handlers((self._handlers(),))
-        host, port = _address(self._gateway)
+        host, port = address_of(self._gateway)
         try:
             self._port = self._server.add_insecure_port(f"{bracketed(host)}:{port}")
         except RuntimeError as error:
@@ -190,7 +187,7 @@ class LerobotServer:
 
     async def _instructions(self, message: bytes, context: Context) -> bytes:
         """A client says what it will send: checked, and never loaded."""
-        with self._connection(context).call():
+        with (connection := self._connection(context)).call():
             robot = await self._robot(context)
             try:
                 wanted = decode_instructions(message)
@@ -201,7 +198,8 @@ class LerobotServer:
                 self._leave(context.peer())
                 status = grpc.StatusCode.INVALID_ARGUMENT
                 await self._refuse(robot, context, status, "\n".join(lines))
-            robot.actions_max, robot.is_fresh = wanted.actions_per_chunk, True
+            connection.actions_max, connection.is_known = wanted.actions_per_chunk, True
+            robot.is_fresh = True
             logger.info(
                 "%s asks for %.64s %.128s on %.64s: served by this run's policy",
                 robot.name,
@@ -218,6 +216,7 @@ class LerobotServer:
     async def _observation(
         self, messages: AsyncIterator[bytes], context: Context, robot: ServedRobot
     ) -> bytes:
+        robot.tell_unchecked(self._config.actions.horizon)
         robot.is_fresh = False
         request = self._requests.received(robot.name, now_ns())
         request.begin()
@@ -320,7 +319,7 @@ class LerobotServer:
 
     def _reply(self, robot: ServedRobot, reply: Reply, answered: Step) -> bytes:
         message = encode_actions(
-            reply.actions[: robot.actions_max],
+            reply.actions[: robot.connection.actions_max],
             timestep=answered.timestep,
             timestamp=answered.timestamp,
             dt_s=self._config.actions.dt_ms * NS_PER_MS / NS_PER_S,
@@ -331,7 +330,15 @@ class LerobotServer:
         return message
 
     def _connection(self, context: Context) -> Connection:
-        return self._connections.setdefault(context.peer(), Connection())
+        """The connection of a call: of a client that connects anew, without a word, a new one.
+
+        It may be any that was here lately, and gets no more actions than the fewest of them.
+        """
+        found = self._connections.get(context.peer())
+        if found is None:
+            asked = [one.actions_max for one in self._connections.values() if one.actions_max]
+            found = self._connections[context.peer()] = Connection(min(asked, default=None))
+        return found
 
     def _found_two(self, context: Context) -> None:
         """Serve neither of two clients: whose actions are whose, nobody can tell."""
@@ -419,7 +426,8 @@ class LerobotServer:
                 if robot.session is not None and is_over:
                     self._leave(peer)
             for peer, connection in list(self._connections.items()):
-                if connection.is_idle and peer not in self.robots:
+                is_forgotten = connection.is_idle and connection.is_silent(limit_s)
+                if is_forgotten and peer not in self.robots:
                     del self._connections[peer]
 
     async def _in_thread(self, call: Callable[..., T], *args: Any) -> T:
@@ -433,61 +441,9 @@ def build(
     return LerobotServer(config, gateway, access, requests)
 
 
-def differences(
-    config: PipelineConfig, gateway: GatewayConfig, wanted: RemotePolicyConfig
-) -> list[str]:
-    """Each difference between what a client will send and asks for, and the run; a line each."""
-    state = wanted.lerobot_features.get(STATE)
-    motors = [] if state is None or state.names is None else list(state.names)
-    cameras = {
-        key.removeprefix(IMAGES): feature.shape
-        for key, feature in wanted.lerobot_features.items()
-        if key.startswith(IMAGES)
-    }
-    key_map, lines = KeyMap(config, gateway), []
-    for key, stream, is_optional, shapes in key_map.forms():
-        if shapes is None and key not in motors and not is_optional:
-            lines.append(f"{key}: the robot has no such motor, stream {stream} wants it")
-        elif shapes is not None and key not in cameras and not is_optional:
-            lines.append(f"{key}: the robot has no such camera, stream {stream} wants it")
-        elif shapes is not None and cameras.get(key, shapes[0]) not in shapes:
-            want = " or ".join(str(list(shape)) for shape in shapes)
-            lines.append(f"{key}: got frames {list(cameras[key])}, stream {stream} wants {want}")
-    known = {key for key, *_ in key_map.forms()}
-    extra = [one for one in [*motors, *cameras] if one not in known]
-    lines += [f"{one[:64]!a}: the robot sends it, no stream wants it" for one in extra]
-    horizon = config.actions.horizon
-    if wanted.actions_per_chunk > horizon:
-        lines.append(f"actions_per_chunk: got {wanted.actions_per_chunk}, want {horizon} at most")
-    return lines
-
-
-def describe(config: PipelineConfig, gateway: GatewayConfig) -> str:
-    """As ``Wire``."""
-    key_map, actions = KeyMap(config, gateway), config.actions
-    lines = [f"lerobot on {listen_of(gateway)}", ""]
-    lines += [f"  {key}: {wanted} -> {stream}" for key, stream, wanted in key_map.rows()]
-    lines += [f"  actions: {', '.join(actions.names)}, {actions.dt_ms:g} ms apart", ""]
-    host, port = _address(gateway)
-    fps = round(NS_PER_S / NS_PER_MS / actions.dt_ms)
-    lines += [
-        "python -m lerobot.async_inference.robot_client \\",
-        f"  --server_address={bracketed(host)}:{port} --fps={fps} \\",
-        f"  --actions_per_chunk={actions.horizon} --policy_type=act \\",
-        "  --pretrained_name_or_path=none --robot.type=ROBOT --robot.port=PORT",
-    ]
-    return "\n".join(lines)
-
-
 def _notify(loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> None:
     if not loop.is_closed():
         loop.call_soon_threadsafe(event.set)
-
-
-def _address(gateway: GatewayConfig) -> tuple[str, int]:
-    address = listen_address(listen_of(gateway))
-    assert address is not None, "checked with the configuration"
-    return address
 
 
 def _readable(peer: str) -> str:

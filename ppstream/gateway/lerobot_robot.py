@@ -96,9 +96,14 @@ class Connection:
 
     gRPC lets the clients of a process share a connection, and nothing in a call says whose it is.
     Each has one call for actions at a time: two at once are of two clients.
+
+    Args:
+        actions_max: of a reply, until its client says how many; None: all.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, actions_max: int | None = None) -> None:
+        self.actions_max = actions_max
+        self.is_known = False  # its client has said what it will send, or the log that it has not
         self.calls = 0  # under way, but Ready
         self.asking = 0  # of them, for actions
         self.is_starting = False  # a Ready is pending
@@ -185,7 +190,6 @@ class ServedRobot:
         self._is_fast = False  # faster than the actions, and that is told
         self.is_reading = False  # a call brings an observation
         self.observing: asyncio.Future[None] | None = None  # it, which outlives its call
-        self.actions_max: int | None = None  # of a reply; None: all
         self._sent: dict[int, Observed] = {}  # by stamp
         self._timestep: int | None = None  # the newest since Ready
         self._before: int | None = None  # and before it
@@ -209,6 +213,17 @@ class ServedRobot:
                 "%s executes %.1f actions/s, and they are made for %.1f: start it with --fps=%d, "
                 "or set actions.dt_ms",
                 *(self.name, pace, wanted, round(wanted)),
+            )
+
+    def tell_unchecked(self, horizon: int) -> None:
+        """Log once of a client that connected anew, and said nothing of what it wants."""
+        if not self.connection.is_known:
+            self.connection.is_known = True
+            most = self.connection.actions_max or horizon
+            logger.warning(
+                "%s has connected anew, and does not say what it sends and wants: it is not "
+                "checked, and gets %d of %d actions; start the client again to change that",
+                *(self.name, most, horizon),
             )
 
     @property

@@ -105,6 +105,32 @@ def test_no_more_actions_come_than_were_asked_for() -> None:
         assert len(robot.ask()) == 3
 
 
+def test_a_robot_that_is_a_new_one_gets_no_more_actions_than_its_client_asked_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(lerobot_robot, "ASKS_WITHIN_S", 0.1)
+    with lerobot_gated() as (_, gateway):
+        with robot_of(gateway) as robot:
+            robot.start(actions_per_chunk=3)
+            robot.ask()
+            wait_until(lambda: not gateway.server.robots)  # silent
+            assert len(robot.ask(timestep=9)) == 3
+        wait_until(lambda: not gateway.server.robots)
+        with robot_of(gateway) as robot:  # as behind a tunnel that was restarted
+            assert len(robot.ask(timestep=12)) == 3
+            assert len(robot.ask(timestep=13)) == 3
+            robot.start(actions_per_chunk=4)
+            assert len(robot.ask()) == 4
+    told = [one.getMessage() for one in caplog.records if "connected anew" in one.getMessage()]
+    assert len(told) == 1
+    assert "gets 3 of 4 actions" in told[0]
+
+
+def test_a_client_that_never_said_how_many_actions_it_takes_gets_all() -> None:
+    with lerobot_gated() as (_, gateway), robot_of(gateway) as robot:
+        assert len(robot.ask()) == 4
+
+
 def test_an_observation_in_many_pieces_is_one() -> None:
     with lerobot_gated() as (_, gateway), robot_of(gateway) as robot:
         robot.start()
