@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -28,6 +29,7 @@ PACE_MARGIN: Final = 1.2  # of the actions' own
 QUIET_S: Final = 0.5  # between two calls of a client that runs; a cancelled call has ended by then
 LOOK_S: Final = 0.01
 CALL_S: Final = 3.0  # a call for actions ends by then
+SET_BACK_S: Final = 60.0  # a client's clock is not set back twice so soon
 SHARED_S: Final = 5.0  # two clients of a connection were seen so lately: neither is served
 TABLES: Final = tuple(Path("/proc/self/net", name) for name in ("tcp", "tcp6"))
 ESTABLISHED: Final = "01"  # as they have it
@@ -193,6 +195,8 @@ class ServedRobot:
         self._sent: dict[int, Observed] = {}  # by stamp
         self._timestep: int | None = None  # the newest since Ready
         self._before: int | None = None  # and before it
+        self._timestamp = -math.inf  # the newest
+        self._set_back_ns: int | None = None  # a time stamp lay before the one that came before it
 
     async def wait(self, limit_ns: int) -> None:
         """Wait until actions may have come, or ``limit_ns`` are over.
@@ -238,6 +242,7 @@ class ServedRobot:
     def restart(self) -> None:
         """Begin a new episode: its steps may be counted anew."""
         self._before, self._timestep = self._timestep, None
+        self._timestamp, self._set_back_ns = -math.inf, None
 
     def take(self, observation: Observed, horizon: int) -> None:
         """Remember an observation that is the same client's as those before.
@@ -245,7 +250,7 @@ class ServedRobot:
         A client executes ``horizon`` steps of its queue at most, forth or, after a new chunk, back.
 
         Raises:
-            SharedError: its step is of another client.
+            SharedError: its step or time stamp is of another client.
         """
         step, newest, before = observation.step.timestep, self._timestep, self._before
         if newest is not None:
@@ -254,7 +259,18 @@ class ServedRobot:
             if is_back or (goes_on and step > newest + horizon):
                 raise SharedError(f"timestep {step} comes after {newest}, without Ready: {REMEDY}")
         self._timestep = step
+        self._check_clock(observation)
         self._remember(observation)
+
+    def _check_clock(self, observation: Observed) -> None:
+        """Raises SharedError: its time stamps are of two clocks, in turn."""
+        stamp, received_ns = observation.step.timestamp, observation.request.received_ns
+        back_s, before_ns = self._timestamp - stamp, self._set_back_ns
+        self._timestamp = stamp
+        if back_s > 0:
+            self._set_back_ns = received_ns
+            if before_ns is not None and received_ns - before_ns < SET_BACK_S * NS_PER_S:
+                raise SharedError(f"time stamps go back again, by {back_s:.3g} s: {REMEDY}")
 
     def _remember(self, observation: Observed) -> None:
         while len(self._sent) >= REMEMBERED:

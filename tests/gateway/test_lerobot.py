@@ -755,6 +755,25 @@ def test_a_client_that_goes_on_behind_the_start_of_another_is_not_answered_for_i
         assert is_told_of_two(one.send, timestep=501)
 
 
+def test_two_clients_in_turn_whose_clocks_differ_are_told_apart() -> None:
+    """As those of two hosts behind one proxy; no two of their calls are beside each other."""
+    with lerobot_gated() as (_, gateway), sharing(gateway) as (one, other):
+        one.ask(timestep=1, timestamp=1.7e9)
+        other.ask(timestep=0, timestamp=1.7e9 - 0.3)
+        one.ask(timestep=2, timestamp=1.7e9 + 0.1)
+        found = error_of(other.send, observed(timestep=1, timestamp=1.7e9 - 0.2))
+        assert found[0] == "FAILED_PRECONDITION"
+        assert "time stamps go back again, by 0.3 s: two clients share" in found[1]
+        assert is_told_of_two(one.send, timestep=3)
+
+
+def test_a_clients_clock_may_be_set_back() -> None:
+    with lerobot_gated() as (_, gateway), robot_of(gateway) as robot:
+        robot.start()
+        for step, second in enumerate((9, 10, 3, 4, 5)):
+            assert robot.ask(timestep=step, timestamp=1.7e9 + second)
+
+
 def test_a_call_that_its_client_cancelled_keeps_no_client_from_its_actions() -> None:
     with lerobot_gated() as (_, gateway), robot_of(gateway) as robot:
         robot.start()
