@@ -26,7 +26,7 @@ from ppstream.config import load
 from ppstream.core.errors import ExitCode
 from ppstream.policy.compatibility import build_parts
 from ppstream_stages.building import NetworkPart
-from ppstream_stages.onnx import INSTALL, SIDECAR, OnnxPolicy, PolicyFile, TensorScale
+from ppstream_stages.onnx import FRAMES, INSTALL, SIDECAR, OnnxPolicy, PolicyFile, TensorScale
 
 MODEL: Final = "model.onnx"
 LIBRARIES: Final = ("onnx", "onnxruntime", "onnxscript")
@@ -103,6 +103,11 @@ def export(
     names = ", ".join(spec.name for spec in specs)
     if strange := normalisation.keys() - {spec.name for spec in specs}:
         raise ConfigError([f"--stats: got {', '.join(sorted(strange))}, want some of {names}"])
+    plain = {spec.name for part in networks if part.plain_frames for spec in part.inputs}
+    if twice := sorted(name for name in plain & normalisation.keys() if name.endswith(FRAMES)):
+        raise ConfigError(
+            [f"--stats: got {', '.join(twice)}, which the policy normalises itself; leave it out"]
+        )
     for part in networks:
         part.load()
     whole = Whole(networks).eval()
@@ -116,6 +121,8 @@ def export(
                 inputs=whole.inputs,
                 outputs=whole.outputs,
                 normalisation=dict(normalisation),
+                needs_samples=any(part.needs_samples for part in networks),
+                plain_frames=any(part.plain_frames for part in networks),
             )
             sidecar.write_bytes(msgspec.json.format(msgspec.json.encode(about)) + b"\n")
             difference = _difference(whole, model, about)

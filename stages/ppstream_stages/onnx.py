@@ -63,6 +63,8 @@ class PolicyFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         inputs: named as in the window; the file adds a leading dimension for the rows.
         outputs: with ``actions``.
         normalisation: by name; inputs become (x - mean) / std, outputs x * std + mean.
+        needs_samples: as a policy's attribute: of every stream, whatever inputs there are.
+        plain_frames: as a policy's attribute: the file normalises frames of 0..1 itself.
     """
 
     format: Literal[1] = 1
@@ -70,6 +72,8 @@ class PolicyFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
     normalisation: dict[str, TensorScale] = {}
+    needs_samples: bool = False
+    plain_frames: bool = False
 
 
 class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -92,6 +96,7 @@ class OnnxPolicy:
 
     def __init__(self, model: Path, about: PolicyFile, device: torch.device) -> None:
         self.inputs, self.outputs = about.inputs, about.outputs
+        self.needs_samples, self.plain_frames = about.needs_samples, about.plain_frames
         self._model, self._about, self._device = model, about, device
         self._scales = {
             spec.name: _scale_tensors(spec, about.normalisation[spec.name], device)

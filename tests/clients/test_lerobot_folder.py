@@ -21,10 +21,11 @@ from ppstream.core.errors import ExitCode
 from ppstream.ingest.window import input_specs
 from ppstream.policy.compatibility import build_parts, places_of
 from ppstream.policy.parts import specs_of
-from ppstream_stages import export
+from ppstream_stages import export, onnx
 
 torch.set_num_threads(1)
 
+CPU = torch.device("cpu")
 RUN = FENCE.findall((BOOKS / "policy-from-lerobot.md").read_text())[0]
 
 
@@ -253,6 +254,46 @@ def test_such_a_policy_can_be_written_as_onnx(
 ) -> None:
     assert export.main(["--config", str(so101), "--out", str(tmp_path)]) == 0
     assert float(capsys.readouterr().out.rpartition(" ")[2]) <= 1e-4
+    (policy,) = build_parts(read(str(so101)), CPU)
+    model = onnx.build({"weights": str(tmp_path / "model.onnx")}, CPU)
+    generator = torch.Generator().manual_seed(0)
+    window = {
+        spec.name: torch.rand(2, *spec.shape, generator=generator).to(getattr(torch, spec.dtype))
+        for spec in policy.inputs
+    }
+    made = []
+    for one in (policy, model):
+        one.load()
+        made.append(torch.full((2, *one.outputs[0].shape), torch.nan))
+        one(window, {"actions": made[-1]})
+    assert made[0].std() > 0.01
+    assert (made[0] - made[1]).abs().max() <= 1e-5
+    assert (model.needs_samples, model.plain_frames) == (True, True)
+
+
+def test_the_frames_of_such_a_policy_written_as_onnx_are_not_normalised_twice(
+    so101: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert export.main(["--config", str(so101), "--out", str(tmp_path)]) == 0
+    settings = [
+        "policy.target=ppstream_stages.onnx:build",
+        f"policy.weights={tmp_path / 'model.onnx'}",
+        "policy.options={}",
+    ]
+    own = ["streams.front.image.mean=[0.5, 0.5, 0.5]", "streams.front.image.std=[0.5, 0.5, 0.5]"]
+    plain, config = read(str(so101), settings), read(str(so101), settings + own)
+    parts = specs_of(build_parts(config, CPU))
+    places_of(plain, parts, input_specs(plain), inline=True)
+    with pytest.raises(ConfigError) as caught:
+        places_of(config, parts, input_specs(config), inline=True)
+    (problem,) = caught.value.problems
+    assert "normalises the frames of front itself: streams.front.image has mean [0.5," in problem
+    stats = tmp_path / "stats.json"
+    stats.write_text('{"front.frames": {"mean": [0, 0, 0], "std": [1, 1, 1]}}')
+    line = ["--config", str(so101), "--out", str(tmp_path), "--stats", str(stats)]
+    assert export.main(line) == ExitCode.CONFIG
+    said = "--stats: got front.frames, which the policy normalises itself; leave it out"
+    assert said in capsys.readouterr().err
 
 
 @pytest.mark.multirank

@@ -120,6 +120,14 @@ def test_the_actions_are_torchs_for_any_number_of_rows(arm: Path, model: Path, r
     assert policy.inputs == inputs_of(build_parts(read(str(arm)), CPU))
 
 
+def test_a_policy_json_of_before_says_nothing_of_frames_and_samples(copied: Path) -> None:
+    content = about(copied)
+    assert (content.pop("needs_samples"), content.pop("plain_frames")) == (False, False)
+    copied.with_name(SIDECAR).write_bytes(msgspec.json.encode(content))
+    policy = built(copied)
+    assert (policy.needs_samples, policy.plain_frames) == (False, False)
+
+
 def test_tensors_with_gaps_are_read_and_written_as_well(model: Path) -> None:
     policy = built(model)
     window = window_of(policy, 2)
