@@ -7,7 +7,6 @@ need; no process is started, no socket opened and no robot told.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from math import prod
 from pathlib import Path
 from typing import Final
@@ -22,6 +21,7 @@ from ppstream.ingest.intake import build_intake, needs_of, rings_bytes
 from ppstream.ingest.sources import served_recording
 from ppstream.launch.auto_cut import AUTO
 from ppstream.launch.placement import Placement, RankPlan, place
+from ppstream.launch.requirements import collecting
 from ppstream.links.device_link import AHEAD, slot_count
 from ppstream.links.headers import link_shape
 from ppstream.links.slots import LinkShape, SlotLayout
@@ -50,7 +50,7 @@ def describe(config: PipelineConfig, world_size: int, local_world_size: int | No
     """
     inputs = build_intake(config).cutter.inputs
     found = rank_problems(config, world_size, local_world_size)
-    with _collecting(found):
+    with collecting(found):
         placement = place(
             config,
             world_size,
@@ -59,20 +59,20 @@ def describe(config: PipelineConfig, world_size: int, local_world_size: int | No
         )
         found += startup.missing(config)
     places: tuple[Place, ...] = ()  # none: the cut is chosen at the start
-    with _collecting(found):
+    with collecting(found):
         parts = build_parts(config, startup.device_to_build_on(config))
         if world_size > 1 and config.placement.parts == AUTO:
             check_parts(config, specs_of(parts), inputs)
         else:
             places = places_of(config, specs_of(parts), inputs, inline=world_size == 1)
         needs_of(config, blind_reads(specs_of(parts)))
-    with _collecting(found):
+    with collecting(found):
         check_root(Path(config.log.root))
-    with _collecting(found):
+    with collecting(found):
         server_keys(config.service.secret_key, config.service.allowed_keys)
-    with _collecting(found):
+    with collecting(found):
         build_decoder(config)
-    with _collecting(found):
+    with collecting(found):
         served_recording(config)
     if found:
         raise ConfigError(found)
@@ -121,14 +121,6 @@ def _slot_counts(placement: Placement, shape: LinkShape) -> tuple[int, int]:
     if placement.is_device_ordered:
         return slot_count(shape), slot_count(shape)
     return shape.envelope_slots, shape.result_slots
-
-
-@contextmanager
-def _collecting(found: list[str]) -> Iterator[None]:
-    try:
-        yield
-    except ConfigError as error:
-        found += error.problems
 
 
 def _placement_lines(

@@ -30,7 +30,13 @@ from ppstream.launch.guard import STOP_SIGNALS, on_stop
 from ppstream.launch.placement import ranks_wanted
 from ppstream.launch.progress import CLEAR
 from ppstream.launch.rank_exit import CLOSE_GRACE_S, RankEnd
-from ppstream.launch.requirements import PYTHON_MIN, missing_packages, refuse, refuse_python
+from ppstream.launch.requirements import (
+    PYTHON_MIN,
+    missing_packages,
+    problems_here,
+    refuse,
+    refuse_python,
+)
 from ppstream.observe.run_folder import Run
 
 if TYPE_CHECKING:
@@ -67,7 +73,7 @@ def check(argv: Sequence[str] | None = None) -> int:
     return _act(parser.parse_args(argv), _check)
 
 
-Action = Callable[["PipelineConfig", argparse.Namespace], int]
+Action = Callable[["PipelineConfig", argparse.Namespace, list[str]], int]
 
 
 def _act(args: argparse.Namespace, action: Action) -> int:
@@ -79,18 +85,21 @@ def _act(args: argparse.Namespace, action: Action) -> int:
         missing = missing_packages(config)
         if find_spec("torch") is None:
             missing.append("torch is not installed: pip install 'ppstream[serve]'")
-        if missing:
-            raise ConfigError(missing)
-        return action(config, args)
+        return action(config, args, missing)
     except ConfigError as error:
         return refuse(error)
 
 
-def _run(config: PipelineConfig, args: argparse.Namespace) -> int:
-    return RankLauncher(config, args.nproc or ranks_wanted(config)).run(load.arguments_of(args))
+def _run(config: PipelineConfig, args: argparse.Namespace, problems: list[str]) -> int:
+    count = args.nproc or ranks_wanted(config)
+    if found := [*problems, *problems_here(config, count)]:
+        raise ConfigError(found)
+    return RankLauncher(config, count).run(load.arguments_of(args))
 
 
-def _check(config: PipelineConfig, args: argparse.Namespace) -> int:
+def _check(config: PipelineConfig, args: argparse.Namespace, problems: list[str]) -> int:
+    if problems:
+        raise ConfigError(problems)
     with uncollected():
         from ppstream.launch.dry_run import describe
     print(describe(config, args.nproc or ranks_wanted(config)))

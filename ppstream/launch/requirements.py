@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from ppstream.config.gateway_rules import missing_libraries
+from ppstream.config.rules import rank_problems
 from ppstream.core.errors import ConfigError, ExitCode
+from ppstream.launch.placement import place
 from ppstream.launch.rank_exit import RankEnd
+from ppstream.observe.run_folder import check_root
+from ppstream.wire.keys import server_keys
 
 if TYPE_CHECKING:
     from ppstream.config.schema import PipelineConfig
@@ -64,6 +71,27 @@ def missing_packages(config: PipelineConfig) -> list[str]:
             if find_spec(library) is None
         ]
     return missing + missing_libraries(config)
+
+
+def problems_here(config: PipelineConfig, ranks: int) -> list[str]:
+    """Lists problems of ``ranks`` on this host that each of them would find once it has begun."""
+    found = rank_problems(config, ranks, ranks)
+    with collecting(found):
+        place(config, ranks, ranks, has_peer_access=True)  # a rank knows whether it has
+    with collecting(found):
+        check_root(Path(config.log.root))
+    with collecting(found):
+        server_keys(config.service.secret_key, config.service.allowed_keys)
+    return found
+
+
+@contextmanager
+def collecting(found: list[str]) -> Iterator[None]:
+    """Inside: problems are added to ``found``, and raised no further."""
+    try:
+        yield
+    except ConfigError as error:
+        found += error.problems
 
 
 def _is_there(module: str) -> bool:

@@ -324,6 +324,16 @@ def test_a_mistake_in_the_configuration_starts_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "latest").exists()
 
 
+def test_all_that_ranks_would_refuse_on_this_host_is_told_at_once(tmp_path: Path) -> None:
+    wrong = "log.root=/proc/none", "metrics.port=65533"
+    with launched(tmp_path, *wrong, options=("--nproc=4",)) as run:
+        assert run.wait() == 11
+        assert "metrics.port: got 65533, want 65532 at most with 4 ranks" in run.text()
+        assert "world size: got 4 ranks, want 2 (pipelined)" in run.text()
+        assert "log.root: cannot write to /proc/none: No such file" in run.text()
+        assert run.last_line() == "ppstream: exit 11 CONFIG 3 problem(s), listed above"
+
+
 def test_a_killed_rank_0_is_a_lost_one(tmp_path: Path) -> None:
     with launched(tmp_path, *SERVE_ON) as run:
         run.wait_for_phase("ready")
