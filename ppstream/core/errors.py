@@ -42,11 +42,12 @@ MEANINGS: Final = {
     ExitCode.GATE_INCONCLUSIVE: "bring-up: overlap could not be proven: read the report",
 }
 
-#: Restarting does not improve these: a later generation ends at once with the same code.
+INTERRUPTED: Final = 130  # exit code of a command other than a run that Ctrl-C ends, as a shell's
 MAX_TEXT: Final = 4096  # characters of what went wrong, wherever it is told
 MAX_PLACE: Final = 256  # characters: a file, a line and a function
 OTHER_LEFT: Final = "the other rank left with"  # how a reason begins that is the other rank's
 
+#: Restarting does not improve these: a later generation ends at once with the same code.
 FINAL_CODES = frozenset(
     {ExitCode.HANDSHAKE, ExitCode.CONFIG, ExitCode.GATE_FAIL, ExitCode.GATE_INCONCLUSIVE}
 )

@@ -12,13 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from ppstream.config.load import add_arguments, load
-from ppstream.core.errors import ConfigError, PpstreamError
+from ppstream.core.errors import INTERRUPTED, ConfigError, PpstreamError
 from ppstream.recording.load import FORMS
 
 if TYPE_CHECKING:
     from ppstream.data.job import InputRecord, JobEnd, Told
 
-INTERRUPTED: Final = 130  # exit code, as of any program that Ctrl-C ends
 ACTION: Final = "action"  # the group that becomes LeRobot's column
 SKIPPED: Final = 3  # exit code: the data set is there, without inputs that could not be read
 

@@ -14,9 +14,10 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import Final, NamedTuple
 
+from ppstream.core.errors import INTERRUPTED
+
 USAGE_ERROR: Final = 2  # as argparse
 READER_LEFT: Final = 128 + signal.SIGPIPE  # as a shell has it
-INTERRUPTED: Final = 128 + signal.SIGINT
 
 
 class Command(NamedTuple):

@@ -68,17 +68,21 @@ def main(arguments: Sequence[str]) -> int:
     environment |= {"RANK": os.environ[RANK], LINKED_FD: str(write_fd)}
     command = [sys.executable, "-u", "-m", "ppstream.serve", *arguments]
     launcher = HeldProcess.parent()
+    rank: subprocess.Popen[bytes] | None = None
     asked: list[int] = []
-    on_stop(lambda number, _frame: asked.append(number))  # as it starts: it is passed on then
-    rank = subprocess.Popen(command, env=environment, pass_fds=(write_fd,))
-    os.close(write_fd)
+    early: list[int] = []  # as the rank starts: passed on then
 
     def pass_on(number: int, _frame: FrameType | None) -> None:
         asked.append(number)
-        rank.send_signal(number)
+        if rank is None:
+            early.append(number)
+        else:
+            rank.send_signal(number)
 
     on_stop(pass_on)
-    for number in asked[:1]:
+    rank = subprocess.Popen(command, env=environment, pass_fds=(write_fd,))
+    os.close(write_fd)
+    for number in early[:1]:
         rank.send_signal(number)
     while rank.poll() is None:
         if launcher is not None and launcher.wait_gone(0):

@@ -28,8 +28,8 @@ from safetensors.numpy import load_file
 from stream_cases import config, stream
 
 from ppstream.config.schema import RecordedAs
-from ppstream.core.errors import ExitCode
-from ppstream.data.cli import INTERRUPTED, SKIPPED
+from ppstream.core.errors import INTERRUPTED, ExitCode
+from ppstream.data.cli import SKIPPED
 from ppstream.data.cutting import BatchCutter
 from ppstream.data.episode import Cut, RecordedEpisode, episodes_of
 from ppstream.data.inputs import find_inputs

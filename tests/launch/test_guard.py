@@ -135,3 +135,53 @@ def test_a_stop_while_its_rank_starts_is_passed_on_to_it() -> None:
             if rank is not None:
                 rank.end()
                 rank.close()
+
+
+class BriefRank:
+    """In the place of ``Popen``: a rank that leaves at the third look."""
+
+    returncode = 0
+
+    def __init__(self, *_: object, **__: object) -> None:
+        self.looks = 0
+
+    def poll(self) -> int | None:
+        self.looks += 1
+        return 0 if self.looks > 2 else None
+
+    def wait(self, limit_s: float) -> int:
+        raise subprocess.TimeoutExpired("rank", limit_s)
+
+
+def test_a_stop_at_any_line_of_the_guard_is_passed_on_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    code = guard.main.__code__
+    monkeypatch.setenv(guard.RANK, "1")
+    monkeypatch.setattr(guard.subprocess, "Popen", BriefRank)
+    counts = {}
+    for at in sorted({line for *_, line in code.co_lines() if line}):
+        passed: list[int] = []
+        monkeypatch.setattr(
+            BriefRank, "send_signal", lambda _, number, to=passed: to.append(number), raising=False
+        )
+        left = [at]
+
+        def trace(frame: Any, event: str, _: Any, left: list[int] = left) -> Any:
+            if frame.f_code is not code:
+                return None
+            if event == "line" and frame.f_lineno in left:
+                left.remove(frame.f_lineno)
+                signal.raise_signal(signal.SIGTERM)
+            return trace
+
+        before = [(number, signal.signal(number, lambda *_: None)) for number in guard.STOP_SIGNALS]
+        traced = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            guard.main([])
+        finally:
+            sys.settrace(traced)
+            for number, handler in before:
+                signal.signal(number, handler)
+        counts[at] = len(passed)
+    assert set(counts.values()) == {0, 1}, counts
+    assert list(counts.values()).count(1) > 5, counts
