@@ -13,8 +13,8 @@ from ppstream.launch.placement import ranks_wanted
 from ppstream.observe.run_folder import Run
 
 OLD_PYTHON = """
-import sys
-sys.modules["tomllib"] = None  # as in 3.10
+import sys, tomllib
+sys.modules.update(tomli=tomllib, tomllib=None)  # as in 3.10, where pip installs tomli
 sys.version_info = (3, 10, 13, "final", 0)
 from ppstream import serve
 from ppstream.launch import commands

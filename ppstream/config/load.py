@@ -26,8 +26,10 @@ from ppstream.core.errors import ConfigError
 
 __all__ = ["add_arguments", "as_toml", "load", "locate", "read"]
 
-if sys.version_info >= (3, 11):  # serve says so itself where Python is older
+if sys.version_info >= (3, 11):
     import tomllib
+else:  # a robot's side, as a replay is; serve says so itself
+    import tomli as tomllib
 
 DEFAULT: Final = "demo"
 SHIPPED_PACKAGE: Final = "ppstream_stages"  # where a bare name is looked for

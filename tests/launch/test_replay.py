@@ -99,9 +99,28 @@ def listening(settings: PipelineConfig, folder: Path) -> PipelineConfig:
     return msgspec.structs.replace(settings, service=service)
 
 
-def run_tool(settings: PipelineConfig, folder: Path, file: Path, *options: str) -> Any:
+#: As in 3.10, where pip installs tomli: the same code under another name.
+OLD_PYTHON = """
+import runpy, sys, tomllib
+sys.modules.update(tomli=tomllib, tomllib=None)
+sys.argv[:] = sys.argv[1:]
+sys.version_info = (3, 10, 13, "final", 0)
+import ppstream.config.load
+sys.version_info = (3, 11, 0, "final", 0)  # others have chosen theirs
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def run_tool(
+    settings: PipelineConfig,
+    folder: Path,
+    file: Path,
+    *options: str,
+    interpreter: tuple[str, ...] = (),
+) -> Any:
     (folder / "run.toml").write_text(as_toml(settings))
-    command = [sys.executable, str(TOOL), str(file), "--config", str(folder / "run.toml"), *options]
+    command = [sys.executable, *interpreter, str(TOOL), str(file)]
+    command += ["--config", str(folder / "run.toml"), *options]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
 
@@ -149,6 +168,14 @@ def test_every_sample_arrives_with_its_recorded_stamp(
     sent = ramp(at_ms(*(1e9 + np.arange(0, 401, 40))), 1)
     assert server.case.banks["slow"].values[0, :11].tolist() == sent.tolist()
     server.case.check()
+
+
+def test_it_needs_no_newer_python_than_a_robot_s_side(
+    settings: PipelineConfig, recorded: Path
+) -> None:
+    with serving(settings):
+        done = run_tool(settings, recorded.parent, recorded, interpreter=("-c", OLD_PYTHON))
+    assert "412 recorded, 412 sent" in done.stdout, done.stderr
 
 
 def test_action_chunks_come_back_and_are_aged_in_the_recording_s_clock(
