@@ -76,7 +76,7 @@ from ppstream.analysis.verdict import (
     worse,
 )
 from ppstream.core.cpus import Machine
-from ppstream.core.errors import LogError
+from ppstream.core.errors import LogError, counted
 from ppstream.core.phases import BRING_UP, SERVING
 from ppstream.core.quantiles import quantiles
 
@@ -457,10 +457,9 @@ def _service_reasons(run: RunLog, ready: list[Envelope], lease: LeaseNeed | None
     worst = longest_held(run.robot_states)
     held_ns = 0 if worst is None else worst.held_ns or 0
     if worst is not None and 0 < HELD_MAX * lasted_ns < held_ns:
-        found["SERVICE_HELD"] = (
-            f"robot {worst.name} held {min(1.0, held_ns / lasted_ns):.0%} of the time, "
-            f"{worst.faults or 0} faults" + (f", the newest: {worst.fault}" if worst.fault else "")
-        )
+        share, newest = min(1.0, held_ns / lasted_ns), f", the newest: {worst.fault}"
+        faults = counted(worst.faults or 0, "fault") + (newest if worst.fault else "")
+        found["SERVICE_HELD"] = f"robot {worst.name} held {share:.0%} of the time, {faults}"
         if lease is not None and lease.is_short:
             found["SERVICE_HELD"] += f"; {lease.text}"
     lost = [e.drop for e in ready if e.drop is not None and e.drop not in HARMLESS]

@@ -10,6 +10,7 @@ from struct import pack, unpack
 from typing import Final
 
 from ppstream.config.schema import ActionConfig, RobotLimits
+from ppstream.core.errors import counted
 from ppstream.wire.message_socket import MAX_FRAME_BYTES
 
 FLOAT32_MAX: Final = 3.4028235e38  # beyond it a limit of actions, which are float32, is infinite
@@ -23,8 +24,9 @@ def action_rule_problems(actions: ActionConfig) -> Iterator[str]:
     for path in ("velocity", "acceleration"):
         limits = getattr(actions, path)
         if limits and len(limits) != len(actions.names):
+            got = counted(len(limits), "limit")
             yield (
-                f"actions.{path}: got {len(limits)} limits, want {len(actions.names)}: one for "
+                f"actions.{path}: got {got}, want {len(actions.names)}: one for "
                 "each name (inf: no limit), or none at all"
             )
     yield from _limit_problems(actions)
@@ -89,7 +91,8 @@ def _robot_problems(actions: ActionConfig, path: str, limits: RobotLimits) -> It
     for name in ("low", "high", "velocity", "acceleration"):
         own, common = getattr(limits, name), getattr(actions, name)
         if own and len(own) != len(actions.names):
-            yield f"{path}.{name}: got {len(own)} limits, want {len(actions.names)}, or none"
+            got = counted(len(own), "limit")
+            yield f"{path}.{name}: got {got}, want {len(actions.names)}, or none"
         elif any(
             (one < limit if name == "low" else one > limit)
             for one, limit in zip(own, common, strict=False)

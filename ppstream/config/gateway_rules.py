@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from ppstream.config.schema import GatewayConfig, PipelineConfig, StreamConfig
+from ppstream.core.errors import counted
 from ppstream.wire.endpoints import PORT_MAX, endpoint_problem, is_local
 
 PROMPT: Final = "prompt"  # the entry of a map that is no stream
@@ -300,7 +301,7 @@ def _keys_problems(
     elif not all(isinstance(key, str) and key for key in keys):
         yield f"{path}: got {list(keys)!r}, want texts"
     elif len(keys) != stream.dim:
-        yield f"{path}: got {len(keys)} keys, want {stream.dim}: each is of one number"
+        yield f"{path}: got {counted(len(keys), 'key')}, want {stream.dim}: each is of one number"
     elif len(set(keys)) != len(keys):
         yield f"{path}: got {list(keys)!r}, want each key once"
 

@@ -26,6 +26,7 @@ from ppstream.config.schema import (
 )
 from ppstream.config.window_ranges import range_problems
 from ppstream.core.clock import NS_PER_MS, NS_PER_S
+from ppstream.core.errors import counted
 from ppstream.wire.endpoints import endpoint_problem, folder_problem, is_local, unix_path
 from ppstream.wire.fields import MAX_SAMPLE_BYTES
 
@@ -220,7 +221,8 @@ def _shape_problems(path: str, stream: StreamConfig) -> Iterator[str]:
         if stream.recorded is not None and not stream.recorded.fields:
             yield f"{path}.recorded.fields: missing, want the fields with its values"
         if stream.joints and len(stream.joints) != stream.dim:
-            yield f"{path}.joints: got {len(stream.joints)} names, want {stream.dim}: one per value"
+            got = counted(len(stream.joints), "name")
+            yield f"{path}.joints: got {got}, want {stream.dim}: one per value"
         elif (size := stream.dim * (8 if stream.dtype == "float64" else 4)) > MAX_SAMPLE_BYTES:
             yield (
                 f"{path}.dim: got {stream.dim} {stream.dtype}, {size} bytes a sample, "
@@ -229,7 +231,8 @@ def _shape_problems(path: str, stream: StreamConfig) -> Iterator[str]:
         yield from _repeated(f"{path}.joints", list(stream.joints))
         return
     if stream.joints:
-        yield f"{path}.joints: got {len(stream.joints)} names, want none: a camera has no joints"
+        got = counted(len(stream.joints), "name")
+        yield f"{path}.joints: got {got}, want none: a camera has no joints"
     frame = image.height * image.width * CHANNELS
     if (stream.dim, stream.dtype) != (frame, "uint8"):
         yield (
@@ -240,7 +243,8 @@ def _shape_problems(path: str, stream: StreamConfig) -> Iterator[str]:
         yield f"{path}.image.resize: got {list(image.resize)}, want height and width"
     for name, numbers in (("mean", image.mean), ("std", image.std)):
         if len(numbers) != CHANNELS:
-            yield f"{path}.image.{name}: got {len(numbers)} numbers, want one per channel, 3"
+            got = counted(len(numbers), "number")
+            yield f"{path}.image.{name}: got {got}, want one per channel, 3"
     if frame > MAX_SAMPLE_BYTES:
         yield (
             f"{path}.image: got {frame} bytes a frame, "
@@ -255,7 +259,8 @@ def _action_problems(config: PipelineConfig) -> Iterator[str]:
     yield from _repeated("actions.names", list(actions.names))
     for path, limits in (("actions.low", actions.low), ("actions.high", actions.high)):
         if len(limits) != len(actions.names):
-            yield f"{path}: got {len(limits)} limits, want {len(actions.names)}: one for each name"
+            got = counted(len(limits), "limit")
+            yield f"{path}: got {got}, want {len(actions.names)}: one for each name"
     yield from action_rule_problems(actions)
     # The first action is due dt_ms after the window's end: it would be expired before its time.
     if actions.lease_ms <= actions.dt_ms:

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import msgspec
 
+from ppstream.core.errors import counted
+
 if TYPE_CHECKING:
     from ppstream.config.schema import PipelineConfig, StreamConfig
 
@@ -62,9 +64,9 @@ def range_problems(config: PipelineConfig) -> Iterator[str]:
     for index, stream in enumerate(config.streams):
         for key, limits in (("low", stream.low), ("high", stream.high)):
             if limits and len(limits) != stream.dim:
+                got = counted(len(limits), "limit")
                 yield (
-                    f"streams[{index}].{key}: got {len(limits)} limits, want {stream.dim}: one per "
-                    "value, or none"
+                    f"streams[{index}].{key}: got {got}, want {stream.dim}: one per value, or none"
                 )
     for group, streams in config.groups.items():
         for stream in streams if config.group_settings(group).is_scaled else ():
@@ -80,7 +82,8 @@ def _of_stream(config: PipelineConfig, group: str, stream: StreamConfig) -> Rang
     if stream.low or stream.high:
         ranges = Ranges(list(stream.low), list(stream.high))
         if len(ranges.low) != len(ranges.high):
-            return f"got {len(ranges.low)} limits beside {len(ranges.high)} of high, want both"
+            got = counted(len(ranges.low), "limit")
+            return f"got {got} beside {len(ranges.high)} of high, want both"
     elif settings.statistics is None:
         return (
             f"missing, want low and high of the {stream.dim} values of {stream.name!r}, or "

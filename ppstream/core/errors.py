@@ -58,6 +58,11 @@ def printable(text: str, characters: int, instead: str = "?") -> str:
     return "".join(one if one.isprintable() else instead for one in text[:characters])
 
 
+def counted(number: int, noun: str) -> str:
+    """Words such as ``1 value`` and ``2 values``."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 class PpstreamError(Exception):
     """Base of all errors that ppstream raises; ``exit_code`` is how a rank ends because of it."""
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from ppstream.config.load import add_arguments, load
-from ppstream.core.errors import INTERRUPTED, ConfigError, PpstreamError
+from ppstream.core.errors import INTERRUPTED, ConfigError, PpstreamError, counted
 from ppstream.recording.load import FORMS
 
 if TYPE_CHECKING:
@@ -136,7 +136,7 @@ def _progress(total: int) -> Iterator[Told]:
 
 
 def _line(record: InputRecord) -> str:
-    return f"{record.name}: {record.error or f'{record.windows} windows'}"
+    return f"{record.name}: {record.error or counted(record.windows, 'window')}"
 
 
 def _shard(text: str) -> Shard:

@@ -15,7 +15,7 @@ from ppstream import native
 from ppstream.analysis.period_model import PipelineForm, StageTimes, latency, limiting_term, period
 from ppstream.config.rules import rank_problems, warnings
 from ppstream.config.schema import ImageConfig, PipelineConfig, StreamConfig
-from ppstream.core.errors import ConfigError
+from ppstream.core.errors import ConfigError, counted
 from ppstream.cuda import startup
 from ppstream.ingest.intake import build_intake, needs_of, rings_bytes
 from ppstream.ingest.sources import served_recording
@@ -248,11 +248,12 @@ def _service_text(config: PipelineConfig) -> str:
 
 def _stream_lines(config: PipelineConfig) -> Iterator[str]:
     steps, dt_ms = config.window.steps, config.window.dt_ms
-    yield f"\nwindow: {steps} steps of {dt_ms:g} ms, {config.window_span_ms:g} ms in all"
+    all_ms = f"{config.window_span_ms:g} ms in all"
+    yield f"\nwindow: {counted(steps, 'step')} of {dt_ms:g} ms, {all_ms}"
     for stream in config.streams:
         mark = ", ends the window" if stream == config.reference else ""
         if stream.image is None:
-            form = f"{stream.dim} values"
+            form = counted(stream.dim, "value")
             settings = config.group_settings(stream.group)
             as_dtype = f" as {settings.dtype}" if settings.is_scaled else ""
             use = f"{stream.interpolation}, group {stream.group}{as_dtype}"
@@ -261,7 +262,7 @@ def _stream_lines(config: PipelineConfig) -> Iterator[str]:
                 f"{stream.image.height} x {stream.image.width} RGB",
                 _frames_text(stream.image),
             )
-        ring = f"ring of {config.ring_samples(stream)} samples"
+        ring = f"ring of {counted(config.ring_samples(stream), 'sample')}"
         yield _row(stream.name, f"{form} {_rate_text(stream)}, {use}, {ring}{mark}")
 
 
@@ -282,8 +283,8 @@ def _rate_text(stream: StreamConfig) -> str:
 
 
 def _slot_lines(what: str, layout: SlotLayout, slots: int, placement: Placement) -> Iterator[str]:
-    plural = "" if slots == 1 else "s"
-    yield f"\n{what}: {_most(placement)}{slots} slot{plural} of {size_text(layout.slot_bytes)}"
+    size = size_text(layout.slot_bytes)
+    yield f"\n{what}: {_most(placement)}{counted(slots, 'slot')} of {size}"
     yield _row("header", f"[{len(layout.header)}] int64, {size_text(8 * len(layout.header))}")
     for spec in layout.tensors:
         size = size_text(spec.bytes_for(layout.rows))

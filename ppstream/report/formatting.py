@@ -10,6 +10,7 @@ from ppstream.analysis.records import RobotRequests
 from ppstream.analysis.robot_states import RobotAccount
 from ppstream.analysis.run_report import RunReport
 from ppstream.analysis.scores import between
+from ppstream.core.errors import counted
 from ppstream.core.quantiles import Quantiles
 
 APART: Final = 0.05  # scores nearer than this say the same
@@ -51,9 +52,10 @@ def robot_texts(robot: RobotAccount) -> Iterator[str]:
     if robot.holds is not None:
         says_none = robot.held_ns is None or robot.holds == robot.held_ns == 0
         held = "" if says_none else f" for {ms(robot.held_ns or 0)}"
-        yield f"{robot.holds} holds{held}"
+        yield counted(robot.holds, "hold") + held
     if robot.faults is not None:
-        yield f"{robot.faults} faults" + (f", the newest: {robot.fault}" if robot.fault else "")
+        newest = f", the newest: {robot.fault}" if robot.fault else ""
+        yield counted(robot.faults, "fault") + newest
     if robot.chunk_gap_ns is not None:
         yield f"longest without a new chunk {ms(robot.chunk_gap_ns)}"
 

@@ -104,7 +104,9 @@ class SessionTable:
             )
             return "name_in_use", [line]
         if self.is_full:
-            return "full", [f"all {len(self._at)} rows are taken; raise batch.rows"]
+            rows = len(self._at)
+            taken = "the only row is" if rows == 1 else f"all {rows} rows are"
+            return "full", [f"{taken} taken; raise batch.rows"]
         return None, []
 
     def open(self, peer: bytes, hello: Hello, now_ns: int) -> Session:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from ppstream import ConfigError, PipelineConfig, Policy, TensorSpec
 from ppstream.config import load
-from ppstream.core.errors import ExitCode
+from ppstream.core.errors import ExitCode, counted
 from ppstream.policy.compatibility import build_parts
 from ppstream_stages.building import NetworkPart
 from ppstream_stages.onnx import FRAMES, INSTALL, SIDECAR, OnnxPolicy, PolicyFile, TensorScale
@@ -70,7 +70,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(ExitCode.CONFIG)
     size = (args.out / MODEL).stat().st_size
     print(f"{args.out / MODEL}: {size / 1e6:.1f} MB, sha256 {about.sha256}")
-    print(f"{args.out / SIDECAR}: {len(about.inputs)} inputs, {len(about.outputs)} outputs")
+    inputs, outputs = len(about.inputs), len(about.outputs)
+    print(f"{args.out / SIDECAR}: {counted(inputs, 'input')}, {counted(outputs, 'output')}")
     print(f"largest difference from torch on a random window: {difference:.1e}")
     return 0
 

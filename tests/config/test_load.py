@@ -145,7 +145,7 @@ def test_rules_of_tables_without_a_mistake_are_judged_beside_one(file: Path) -> 
         "streams[1].dim: got 0, want a whole number, at least 1",
         "batch.size: unknown key (did you mean 'sizes'?)",
         "liveness.start_s: got 1e+300, want 1e-09 (1 ns) to 3.1536e+07 (a year)",
-        "actions.velocity: got 1 limits, want 2: one for each name (inf: no limit), or none at all",
+        "actions.velocity: got 1 limit, want 2: one for each name (inf: no limit), or none at all",
         "actions.lease_ms: got 5, want more than actions.dt_ms = 10",
         "service.endpoint: got 'nonsense', want 'unix://PATH' or 'tcp://ADDRESS:PORT'",
         f"log.root: got {__file__!r}, which is a file; want a folder",

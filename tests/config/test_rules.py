@@ -56,7 +56,7 @@ def test_rules_that_agree_are_no_problem() -> None:
             },
             "actions.horizon: got 65536 x 16 actions, 4194304 bytes a chunk, want 4128768 at most",
         ),
-        ({"velocity": (1.0,)}, "actions.velocity: got 1 limits, want 2"),
+        ({"velocity": (1.0,)}, "actions.velocity: got 1 limit, want 2"),
         ({"acceleration": (1.0, 1.0, 1.0)}, "actions.acceleration: got 3 limits, want 2"),
         ({"discrete": {"grip": (0.0, 1.0)}}, "actions.discrete.grip: got 'grip', want one of x,"),
         ({"discrete": {"gripper": (1.0, 1.0)}}, "want two different values at least"),
@@ -65,7 +65,7 @@ def test_rules_that_agree_are_no_problem() -> None:
         ({"max_age_ms": 201.0}, "and at most actions.lease_ms = 200"),
         ({"robots": {"a": {"low": (-2.0, 0.0)}}}, "actions.robots.a.low: got [-2.0, 0.0], want no"),
         ({"robots": {"a": {"high": (1.0, 2.0)}}}, "actions.robots.a.high: got [1.0, 2.0], want no"),
-        ({"robots": {"a": {"high": (1.0,)}}}, "actions.robots.a.high: got 1 limits, want 2"),
+        ({"robots": {"a": {"high": (1.0,)}}}, "actions.robots.a.high: got 1 limit, want 2"),
         ({"robots": {"a": {"low": (1.0, 0.0)}}}, "actions.robots.a.low: got [1.0, 0.0], want each"),
         (
             {"velocity": (1.0, 1.0), "robots": {"a": {"velocity": (2.0, 1.0)}}},

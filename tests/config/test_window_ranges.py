@@ -67,7 +67,7 @@ def test_a_range_that_is_missing_is_one_problem_of_each_stream_with_its_remedy()
 @pytest.mark.parametrize(
     ("limits", "said"),
     [
-        ({"low": (0.0,), "high": (1.0,)}, "streams[0].low: got 1 limits, want 2: one per value"),
+        ({"low": (0.0,), "high": (1.0,)}, "streams[0].low: got 1 limit, want 2: one per value"),
         ({"low": (0.0, 0.0)}, "got 2 limits beside 0 of high, want both"),
         ({"low": (0.0, 1.0), "high": (1.0, 1.0)}, "got 1 to 1 of 'a', want low below high"),
         (

@@ -336,7 +336,7 @@ def test_a_client_without_a_row_is_told_the_reason_and_gets_one_when_it_is_free(
     with gated(**GROOT) as (rank0, gateway), client(gateway) as second:
         with client(gateway) as first:
             assert "action.x" in first.ask()
-            assert "all 1 rows are taken" in refusal(second.ask())
+            assert "the only row is taken" in refusal(second.ask())
         wait_until(lambda: not rank0.rows[0].session)
         assert "action.x" in second.ask()
 

@@ -529,7 +529,7 @@ def test_a_robot_without_a_row_is_refused_with_the_reason() -> None:
         first.start()
         code, said = error_of(second.start)
         assert code == "RESOURCE_EXHAUSTED"
-        assert "all 1 rows are taken" in said
+        assert "the only row is taken" in said
         assert first.ask()
 
 

@@ -172,7 +172,7 @@ def test_a_robot_without_a_row_is_refused_with_the_reason() -> None:
         with pytest.raises(ConnectionClosed) as caught, gateway.robot():
             pass
         assert caught.value.rcvd.code == 1013
-        assert "all 1 rows are taken" in caught.value.rcvd.reason
+        assert "the only row is taken" in caught.value.rcvd.reason
         assert first.ask()["actions"].shape == SHAPE
 
 

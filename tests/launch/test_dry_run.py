@@ -211,6 +211,16 @@ def test_streams_on_request_and_rows_are_said(given: ModuleType) -> None:
     assert row(text, "pacing") == "pacing rows within 15 ms, live windows"
 
 
+def test_one_of_a_kind_is_no_plural(given: ModuleType) -> None:
+    given.inputs = (TensorSpec("state.values", (1, 7)),)
+    gripper = {"name": "gripper", "dim": 1, "rate_hz": 50.0}
+    joints = {"name": "joints", "dim": 6, "rate_hz": 1000.0}
+    text = describe(config(streams=[joints, gripper], window={"steps": 1, "dt_ms": 4.0}), 1)
+    assert "window: 1 step of 4 ms" in text
+    assert row(text, "gripper").startswith("gripper 1 value at 50 Hz")
+    assert row(text, "joints").startswith("joints 6 values at")
+
+
 def test_every_problem_is_found_at_once(given: ModuleType) -> None:
     given.inputs = (TensorSpec("state.value", (32, 13)), TensorSpec("present", (), "bool"))
     given.outputs = (TensorSpec("actions", (8, 2)), TensorSpec("x", ()), TensorSpec("x", ()))

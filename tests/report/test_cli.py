@@ -429,7 +429,7 @@ def test_service_tells_outages_holes_and_what_robots_say() -> None:
     text = " ".join(render(report).split())
     assert "longest without a new chunk 691 ms in 2 sessions above 300 ms" in text
     assert "robot my-arm?[2J (session 2b) 0 holds for 900 ms" in text
-    assert "robot of session 2a 3 holds for 900 ms 1 faults, the newest: lease?[2J" in text
+    assert "robot of session 2a 3 holds for 900 ms 1 fault, the newest: lease?[2J" in text
     assert "longest without a new chunk 691 ms" in text
     assert "imu holes above max_gap_ms: 2, longest 164 ms 1.5% of targets invalid" in text
     assert "camera holes above max_gap_ms: 0 invalid targets not counted" in text

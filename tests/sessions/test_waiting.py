@@ -261,7 +261,7 @@ def test_a_robot_that_waits_has_the_next_row_before_it_asks_again() -> None:
         session = desk.admit(first, robot="first").session
         for socket, name in ((second, "second"), (third, "third")):
             desk.send(socket, hello(robot=name))
-        told = "all 1 rows are taken; raise batch.rows"
+        told = "the only row is taken; raise batch.rows"
         assert desk.receive(second).details == (told,)
         assert desk.receive(third).details == (f"{told}; robots that wait before this one: 1",)
         desk.send(first, m.Bye(session), hello(robot="first"))  # which comes too late
