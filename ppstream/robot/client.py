@@ -47,7 +47,7 @@ class RobotClient:
             camera ``(name, (height, width, 3), "uint8")``: ``push`` takes its frames. None: as the
             server describes them, in any phase; ``contract`` has its answer.
         actions: action names in the order of a chunk's columns; None: as the server describes them.
-        contract_s: how long the constructor waits for that answer.
+        contract_s: how long the constructor waits for that answer; ``connect`` waits apart.
         batch_ms: gather samples this long before they are sent; 0: the caller sends each at once.
         blend_ms: how long a newer chunk takes to replace the one before; 0: at once.
         max_age_ms: execute no action later than this after its window's end, though its lease may

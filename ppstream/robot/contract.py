@@ -58,7 +58,8 @@ def ask_contract(endpoint: str, keys: ClientKeys | None, timeout_s: float) -> De
         socket.close()
     raise PeerLostError(
         f"{endpoint}: no contract: {question.lacks} within {timeout_s:g} s; start the run, and let "
-        "it admit this robot's user or key"
+        "it admit this robot's user or key; for ranks that load for longer pass contract_s=600, as "
+        "connect()'s limit counts from later on, or state streams and actions"
     )
 
 
