@@ -41,8 +41,11 @@ def test_what_it_writes_becomes_ready_and_moves_the_arm(tmp_path: Path) -> None:
     assert sorted(file.name for file in tmp_path.iterdir()) == FILES
     toml = tmp_path / FILES[0]  # its endpoint may be changed
     toml.write_text(toml.read_text().replace("/tmp/ppstream-{uid}/", "/tmp/ppstream-{uid}/mine/"))
+    (tmp_path / "other.toml").touch()
     # its own test, as its user runs it: a run of two ranks, and the robot beside it
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    path = os.pathsep.join(  # as without an activated environment
+        one for one in os.environ["PATH"].split(os.pathsep) if not Path(one, "ppstream").exists()
+    )
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "my_arm_test.py"]
     done = subprocess.run(
         command,
