@@ -17,6 +17,7 @@ from ppstream.core.host_memory import limit_bytes
 from ppstream.ingest.ring import RingBank
 from ppstream.ingest.rows import Need, RowInput
 from ppstream.ingest.sample_ledger import Balance, SampleLedger, total
+from ppstream.ingest.stamp_filter import ASKED_LIMIT_NS, FUTURE_LIMIT_NS
 from ppstream.ingest.window import WindowCutter
 
 if TYPE_CHECKING:
@@ -60,9 +61,12 @@ def build_intake(config: PipelineConfig, blind: Mapping[str, bool] = NOTHING_REA
         stream.name: RingBank(stream, config.batch.rows, config.ring_samples(stream))
         for stream in config.streams
     }
-    stale_ns, reference = round(config.reach_ms * NS_PER_MS), config.reference.name
+    is_asked = all(stream.is_on_request for stream in config.streams)  # each sample is waited for
+    stale_ns = None if is_asked else round(config.reach_ms * NS_PER_MS)
+    future_ns = ASKED_LIMIT_NS if is_asked else FUTURE_LIMIT_NS
     rows = tuple(
-        RowInput(banks, row, reference, stale_ns, needs) for row in range(config.batch.rows)
+        RowInput(banks, row, config.reference.name, stale_ns, needs, future_ns)
+        for row in range(config.batch.rows)
     )
     return Intake(rows, WindowCutter(config, rows, banks), banks)
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from ppstream.ingest.ring import RingBank, SensorRing
 from ppstream.ingest.sample_ledger import CLOCK_JUMP, CLOSED, NEW_EPISODE
-from ppstream.ingest.stamp_filter import StampFilter
+from ppstream.ingest.stamp_filter import FUTURE_LIMIT_NS, StampFilter
 
 
 class Need(NamedTuple):
@@ -45,7 +45,7 @@ class RowInput:
         row: this place's index in them.
         reference: the stream whose newest stamp ends the window.
         needs: by stream without whose samples the policy acts blindly.
-        stale_ns: samples that were so much longer on their way than others are refused.
+        stale_ns, future_ns: as ``StampFilter``.
     """
 
     def __init__(
@@ -55,8 +55,9 @@ class RowInput:
         reference: str,
         stale_ns: int | None = None,
         needs: Mapping[str, Need] = NOTHING_NEEDED,
+        future_ns: int = FUTURE_LIMIT_NS,
     ) -> None:
-        self.clock = StampFilter(lambda: self._clear(CLOCK_JUMP), stale_ns)
+        self.clock = StampFilter(lambda: self._clear(CLOCK_JUMP), stale_ns, future_ns)
         self.rings = {name: SensorRing(bank, row, self.clock) for name, bank in banks.items()}
         self.reference = self.rings[reference]
         self.needs = tuple((self.rings[name], need) for name, need in needs.items())

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 from ppstream.core.clock import NS_PER_MS, NS_PER_S
 from ppstream.ingest.sample_ledger import DUPLICATE, FUTURE, LATE, NON_FINITE, RATE, SHAPE, STALE
-from ppstream.ingest.stamp_filter import FUTURE_LIMIT_NS, NEVER_NS
+from ppstream.ingest.stamp_filter import NEVER_NS
 
 if TYPE_CHECKING:
     from ppstream.config.schema import PipelineConfig, StreamConfig
@@ -227,7 +227,7 @@ def _why_refused(place: RowInput, stream: StreamConfig, before: _Seen, now: _See
         behind_ns = ring.newest_ns - ring.newest_rx_ns - (ring.refused_ns - ring.refused_rx_ns)
         measured = f", {_seconds(behind_ns)} behind the newest"
     elif reason in (FUTURE, STALE):
-        limit_ns = FUTURE_LIMIT_NS if reason == FUTURE else place.clock.stale_ns or 0
+        limit_ns = place.clock.future_ns if reason == FUTURE else place.clock.stale_ns or 0
         measured = _compare_clocks(place, stream.name, now.at_ns, limit_ns)
     return f"{text}{measured}; {REMEDIES[reason]}"
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 #: Older than any stamp accepted, and far enough from int64's ends for differences of stamps.
 NEVER_NS: Final = -(1 << 62)
 FUTURE_LIMIT_NS: Final = NS_PER_S
+ASKED_LIMIT_NS: Final = 60 * NS_PER_S  # of samples on request: the ones before may have been slow
 JUMP_SAMPLES: Final = 50  # consecutive late or future ones: not they are wrong, the clock is new
 BEST_NS: Final = 10 * NS_PER_S  # the best lead of late is that of one to two of these: clocks drift
 BACKLOG_NS: Final = NS_PER_S  # stale for longer than this is no backlog: the clock stood still
@@ -47,11 +48,17 @@ class StampFilter(native.Clock):
             accepted: must forget everything stamped by the old clock.
         stale_ns: what was so much longer on its way than the quickest of late is of no use any
             more; None: everything is.
+        future_ns: a lead that is so much above the best one is implausible.
     """
 
-    def __init__(self, on_jump: Callable[[], None], stale_ns: int | None = None) -> None:
+    def __init__(
+        self,
+        on_jump: Callable[[], None],
+        stale_ns: int | None = None,
+        future_ns: int = FUTURE_LIMIT_NS,
+    ) -> None:
         self._on_jump = on_jump
-        self.stale_ns = stale_ns
+        self.stale_ns, self.future_ns = stale_ns, future_ns
         self._is_real_time = True
         self.restart()
 
@@ -74,7 +81,7 @@ class StampFilter(native.Clock):
             if not self._is_real_time:  # any lead is as good as the best, for ever
                 self._best_ns = self._best_until_ns = INT64.max
         elif self._is_real_time and lead_ns > self._lead_ns:
-            if lead_ns > self._lead_ns + FUTURE_LIMIT_NS:
+            if lead_ns > self._lead_ns + self.future_ns:
                 return False
             self._lead_ns = lead_ns
         elif lead_ns < self._floor_ns:
@@ -137,7 +144,7 @@ class StampFilter(native.Clock):
         if self._lead_ns is None:
             stop = _first(good, stop)
         elif self._is_real_time:
-            grown = np.minimum(np.maximum(earlier, base_ns) + FUTURE_LIMIT_NS, -NEVER_NS)
+            grown = np.minimum(np.maximum(earlier, base_ns) + self.future_ns, -NEVER_NS)
             stop = _first(future & (stamps <= grown), stop)
         if self._stale_since_ns != NEVER_NS and rx_ns - self._stale_since_ns > BACKLOG_NS:
             stop = _first(stale, stop)
@@ -156,7 +163,7 @@ class StampFilter(native.Clock):
         base_ns = NEVER_NS if self._lead_ns is None else self._lead_ns + rx_ns
         ahead_ns = -NEVER_NS
         if self._is_real_time and self._lead_ns is not None:
-            ahead_ns = min(ahead_ns, base_ns + FUTURE_LIMIT_NS)
+            ahead_ns = min(ahead_ns, base_ns + self.future_ns)
         bounds = base_ns, max(base_ns, ahead_ns), self._floor_ns + rx_ns
         base_ns, bound_ns, floor_ns = (max(INT64.min, min(INT64.max, at_ns)) for at_ns in bounds)
         return base_ns, bound_ns, floor_ns

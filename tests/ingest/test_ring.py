@@ -16,7 +16,9 @@ from twin_rows import numbers_of, state_of
 
 from ppstream import native
 from ppstream.config.schema import ImageConfig
+from ppstream.core.clock import NS_PER_S
 from ppstream.core.errors import ProtocolError
+from ppstream.ingest.intake import build_intake
 from ppstream.ingest.ring import RingBank, SensorRing
 from ppstream.ingest.rows import RowInput
 from ppstream.ingest.stamp_filter import BACKLOG_NS, FUTURE_LIMIT_NS, StampFilter
@@ -135,6 +137,23 @@ def test_samples_that_stay_late_are_taken_whatever_else_is_wrong_with_their_mess
     assert ring.append(at_ms(2, 0), ones, rx_ns) == 1
     assert ring.ledger.dropped == {"stale": 1, "late": 1}
     ring.check()
+
+
+@pytest.mark.parametrize("is_asked", [True, False])
+@pytest.mark.parametrize("on_their_way_s", [(5, 0, 0), (0, 3, 5)])
+def test_samples_that_a_robot_waits_for_are_taken_however_long_they_were_on_their_way(
+    *, is_asked: bool, on_their_way_s: tuple[int, ...]
+) -> None:
+    """As the first one of a session, which the gateway keeps until the policy has its prompt."""
+    rate: dict[str, Any] = {"rate_hz": None, "max_request_hz": 50.0} if is_asked else {}
+    (row,) = build_intake(config(stream("q", reference=True, **rate))).rows
+    row.open(7)
+    found = []
+    for second, on_its_way_s in zip((10, 20, 30), on_their_way_s, strict=True):
+        stamps = at_ms(1000 * second)
+        rx_ns = (second + on_its_way_s) * NS_PER_S
+        found.append(row.reference.append(stamps, ramp(stamps), rx_ns))
+    assert found[:2] == [1, int(is_asked)]
 
 
 # ---- properties ------------------------------------------------------------------------------
