@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import select
+import shlex
 import subprocess
 from typing import Final
 
@@ -34,11 +35,12 @@ def start_gateway(config: PipelineConfig, run: Run, endpoint: str) -> ChildProce
     file = run.directory / FILE
     file.write_text(as_toml(config), encoding="utf-8")
     options = ("--config", str(file), "--endpoint", endpoint, "--log", str(run.directory))
+    remedy = shlex.join(["ppstream", "gateway", *options])
     return ChildProcess(
         "gateway",
         bound_command("ppstream.gateway", *options),
         addresses=len(config.gateway),
-        effect="its robots hold",
+        effect=f"its robots hold until you start one: {remedy}",
         end_limit_s=GATEWAY_END_LIMIT_S,
     )
 

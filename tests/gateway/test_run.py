@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import signal
+import subprocess
+import sys
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -50,6 +53,9 @@ TWO_WIRES = (
     'wrist="observation/wrist_image_left"}}',
     '{wire="groot", listen="127.0.0.1:0", timeout_ms=5000, action_keys={arm=[0, 7], grip=[7, 8]}, '
     'map={joints="state.arm", gripper="state.grip", wrist="video.wrist"}}',
+)
+REMEDY = re.compile(
+    r"the gateway ended with code -9: its robots hold until you start one: ppstream gateway (.*)"
 )
 TAG = re.compile(r"<[^>]*>")
 #: Replies to a client, in this order, and what the log counts them as.
@@ -302,12 +308,19 @@ def test_a_client_of_groot_is_answered_also_when_the_run_is_killed_amid_its_requ
         assert answer() == {"error": "the gateway ends"}
 
 
-def test_a_gateway_that_dies_is_told_and_the_run_goes_on(tmp_path: Path) -> None:
+def test_a_gateway_that_dies_is_told_with_the_command_for_another_one(tmp_path: Path) -> None:
     with Ranks(tmp_path, config=DROID, world_size=1) as ranks:
         ranks.wait_for_event("phase", phase="ready")
         (gateway,) = children(ranks.processes[0].pid)
         os.kill(gateway, signal.SIGKILL)
-        wait_until(lambda: "the gateway ended with code -9: its robots hold" in ranks.output())
+        wait_until(lambda: REMEDY.search(ranks.output()))
+        remedy = REMEDY.search(ranks.output())
+        assert remedy is not None
+        command = [sys.executable, "-m", "ppstream.gateway", *shlex.split(remedy[1])]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as another:
+            assert another.stdout is not None
+            assert ask_openpi(another.stdout.readline().split()[1]).shape == (10, 8)
+            another.terminate()
         ranks.processes[0].send_signal(signal.SIGTERM)
         assert ranks.wait() == [ExitCode.DRAINED]
 
