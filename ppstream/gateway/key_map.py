@@ -6,6 +6,7 @@ Plain data in, samples ``[dim]`` out, in the streams' dtypes; it knows no wire a
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple, TypeAlias
 
@@ -127,12 +128,15 @@ class _Mapped(NamedTuple):
         missing = [k for k, value in zip(self.entry.keys, values, strict=True) if value is None]
         if missing:
             raise ValueError(f"{', '.join(missing)} is missing")
-        arrays = [np.asarray(value) for value in values if isinstance(value, NUMBER_KINDS)]
-        if len(arrays) < len(values) or any(
-            array.size != 1 or array.dtype.kind not in NUMBERS for array in arrays
-        ):
-            raise ValueError("got what is no number")
-        return self._numbers(np.array([array.item() for array in arrays], np.float64))
+        numbers = [_number(value) for value in values]
+        strange = [
+            f"{key} {_kind(value) if number is None else number}"
+            for key, value, number in zip(self.entry.keys, values, numbers, strict=True)
+            if number is None or not math.isfinite(number)
+        ]
+        if strange:
+            raise ValueError(f"got {', '.join(strange)}")
+        return self._numbers(np.array(numbers, np.float64))
 
     def _whole(self, value: Any) -> Array:
         if value is None:
@@ -227,6 +231,14 @@ def _put(observation: dict[str, Any], key: str, value: Any) -> None:
     observation[key] = value
     if isinstance(inner, dict):
         observation.update({f"{key}.{name}": other for name, other in inner.items()})
+
+
+def _number(value: Any) -> float | None:
+    """The only number of ``value``; None: it is none."""
+    array = np.asarray(value) if isinstance(value, NUMBER_KINDS) else None
+    if array is None or array.size != 1 or array.dtype.kind not in NUMBERS:
+        return None
+    return float(array.item())
 
 
 def _kind(value: Any) -> str:

@@ -27,12 +27,14 @@ from ppstream.gateway.key_map import Array, KeyMap
 from ppstream.robot.async_client import ask_on_loop
 from ppstream.robot.client import RobotClient
 from ppstream.robot.sample_rates import SampleRates
+from ppstream.robot.session import run_text
 from ppstream.wire.keys import ClientKeys, client_keys
 from ppstream.wire.robot_messages import ActionChunk, Conditioned
 
 CONNECT_LIMIT_S: Final = 2.0  # for a session: a row that is being given back is free by then
 MIN_WAIT_S: Final = 1e-3
 OVERDUE_S: Final = 0.5  # behind ``timeout_ms``: every request is answered by then, come what may
+REFUSALS: Final = {"superseded": "their steps are all in the past"}  # of a timeline, in its words
 AT_ONCE_BYTES: Final = 4_000_000  # of a message: a larger one is decoded beside the event loop
 
 
@@ -200,7 +202,7 @@ class GatewaySession:
         self._prepare(prompt, received_ns, until_ns)
         taken = [self.client.push(name, received_ns, one) for name, one in samples.items()]
         if not all(taken):
-            reason = f"nobody can take samples now; the run is {self.client.phase}"
+            reason = f"nobody can take samples now; {self._run_text()}"
             raise NoAnswerError(reason, "not_ready")
 
     def pop(self) -> Reply | None:
@@ -291,7 +293,8 @@ class GatewaySession:
             raise NoAnswerError(reason, "prompt")
         if answer.fault:
             self._wanted = before  # and told again, when asked for
-            raise NoAnswerError(f"the policy cannot follow this prompt: {answer.fault}", "prompt")
+            fault = answer.fault.rstrip().rpartition("\n")[2]  # rank 0's log has the traceback
+            raise NoAnswerError(f"the policy cannot follow this prompt: {fault}", "prompt")
         self._followed = _Followed(prompt, answer)
 
     async def _asked(
@@ -301,8 +304,7 @@ class GatewaySession:
             limit_s = _left_s(until_ns)
             answer = await ask_on_loop(self.client, samples, limit_s, received_ns, self._in_thread)
         except TimeoutError as error:
-            phase = self.client.statistics().phase_text
-            reason = f"no actions came for this observation; the run is {phase}"
+            reason = f"no actions came for this observation; {self._run_text()}"
             raise NoAnswerError(f"{reason}; {self._limit()}", "timeout") from error
         except PeerLostError as error:
             raise NoAnswerError(str(error), "peer_lost") from error
@@ -310,8 +312,9 @@ class GatewaySession:
             raise NoAnswerError(str(error), "refused") from error
         if answer.refusal is not None:
             age_ms = (now_ns() - answer.chunk.window_end_ns) / NS_PER_MS
+            refusal = REFUSALS.get(answer.refusal, answer.refusal)
             raise NoAnswerError(
-                f"the actions may not be executed: {answer.refusal}, {age_ms:.0f} ms after the "
+                f"the actions may not be executed: {refusal}, {age_ms:.0f} ms after the "
                 "observation",
                 "not_executable",
             )
@@ -352,6 +355,10 @@ class GatewaySession:
             return False
         answer = self._followed.answer
         return answer == self.client.conditioned and answer.session == chunk.session
+
+    def _run_text(self) -> str:
+        told = self.client.statistics().phase_text
+        return run_text(told, is_reached=self.client.connected)
 
     def _limit(self) -> str:
         return f"gateway.timeout_ms is {self._gateway.timeout_ms:g}"

@@ -83,16 +83,15 @@ class Asking:
             return self.answer
         if self.link.is_closing:
             raise PpstreamError("this client was closed during ask()")
-        phase = self.link.session.phase_text
+        run = self.link.session.run_text
         if not is_sent:
-            what = f"{self._endpoint}: rank 0 cannot receive samples now; the run is {phase}"
-            raise PeerLostError(what)
+            raise PeerLostError(f"{self._endpoint}: rank 0 cannot receive samples now; {run}")
         if self.is_over():
             raise PeerLostError(
                 f"{self.link.endpoint}: the session was lost before a chunk came; ask again: this "
                 "robot moves to the pipeline that its directory names"
             )
         raise TimeoutError(
-            f"no chunk of a window that ends at {self.stamp_ns} came within {timeout_s:g} s; the "
-            f"run is {phase}; send the stream that ends windows last, or allow more time"
+            f"no chunk of a window that ends at {self.stamp_ns} came within {timeout_s:g} s; "
+            f"{run}; send the stream that ends windows last, or allow more time"
         )

@@ -106,6 +106,11 @@ class RobotSession:
         return f"{self.phase} ({why})" if why else self.phase
 
     @property
+    def run_text(self) -> str:
+        """As ``run_text``, of this session."""
+        return run_text(self.phase_text, is_reached=self.session != 0 and not self._stuck_ns)
+
+    @property
     def is_hopeless(self) -> bool:
         """The last answer was a refusal that no waiting will change."""
         return self.refused is not None and self.refused.reason in HOPELESS
@@ -274,3 +279,10 @@ class RobotSession:
         if self._on_open is not None:
             self._on_open(welcome)
         return True
+
+
+def run_text(phase: str, *, is_reached: bool) -> str:
+    """Words for a phase, which is an old one where nothing can be sent any more."""
+    if is_reached:
+        return f"the run is {phase}"
+    return f"the run was {phase} when it was last heard, and cannot be reached now"

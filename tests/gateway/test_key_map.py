@@ -146,11 +146,12 @@ def test_several_keys_of_a_number_each_are_one_stream_in_their_order() -> None:
     ("value", "said"),
     [
         (None, "motor_3.pos is missing, want a number each"),
-        ("left", "got what is no number"),
-        ([1.0], "got what is no number"),
-        (np.zeros(2), "got what is no number"),
-        (1j, "got what is no number"),
-        (float("inf"), "not finite"),
+        ("left", ": got motor_3.pos str, want a number each"),
+        ([1.0], ": got motor_3.pos list,"),
+        (np.zeros(2), ": got motor_3.pos float64 [2],"),
+        (1j, ": got motor_3.pos complex,"),
+        (float("inf"), ": got motor_3.pos inf, want a number each"),
+        (np.float32("nan"), ": got motor_3.pos nan,"),
     ],
 )
 def test_a_key_without_its_number_is_named(value: Any, said: str) -> None:

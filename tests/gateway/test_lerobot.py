@@ -302,9 +302,9 @@ def test_a_pickle_that_would_run_a_program_is_refused_and_logged_with_its_global
     ("pickled", "said"),
     [
         (observed(values(j2_pos=None)), "j2.pos is missing, want a number each"),
-        (observed(values(roll="left")), "roll, pitch: got what is no number"),
-        (observed(values(roll=np.zeros(2))), "roll, pitch: got what is no number"),
-        (observed(values(j1_pos=float("nan"))), "numbers that are not finite"),
+        (observed(values(roll="left")), "roll, pitch: got roll str, want a number each"),
+        (observed(values(roll=np.zeros(2))), "roll, pitch: got roll float64 [2]"),
+        (observed(values(j1_pos=float("nan"))), "got j1.pos nan"),
         (observed(values(j1_pos=1e300)), "numbers that no float32 holds"),
         (observed({"a": 1}), "got the keys 'a'"),
         (observed([1]), "a TimedObservation that is none"),

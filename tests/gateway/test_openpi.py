@@ -293,6 +293,8 @@ def test_a_run_that_is_gone_is_told_and_found_again() -> None:
             robot = stack.enter_context(gateway.robot())
             assert robot.ask()["actions"].shape == SHAPE
         assert isinstance(robot.ask(), str)
+        old = "; the run was ready when it was last heard, and cannot be reached now"
+        wait_until(lambda: old in robot.ask())
         with serving(config, answers=True, **LONG_LIVED):
             wait_until(lambda: not isinstance(robot.ask(), str))
 
@@ -324,7 +326,8 @@ def test_an_answer_waits_until_the_policy_follows_a_new_prompt() -> None:
 
     def teach(number: int, text: str, done: Any) -> None:
         told.append(text)
-        done(number, "too long" if text == "sing" else "")
+        traceback = 'Traceback (most recent call last):\n  File "policy.py"\nValueError: too long\n'
+        done(number, traceback if text == "sing" else "")
 
     with gated(instructions=True) as (rank0, gateway), gateway.robot() as robot:
         rank0.order(lambda: rank0.sessions.requests.attach(teach, lambda *_, **__: None))
@@ -333,7 +336,8 @@ def test_an_answer_waits_until_the_policy_follows_a_new_prompt() -> None:
         assert rank0.rows[0].conditioning_epoch == 1
         assert robot.ask(observation(prompt="pick"))["server_timing"]["epoch"] == 1
         assert robot.ask(observation(prompt=b"place"))["server_timing"]["epoch"] == 2
-        assert "cannot follow this prompt: too long" in robot.ask(observation(prompt="sing"))
+        said = robot.ask(observation(prompt="sing"))
+        assert said == "the policy cannot follow this prompt: ValueError: too long"
         assert robot.ask()["actions"].shape == SHAPE
         assert told == ["pick", "place", "sing"]
 
