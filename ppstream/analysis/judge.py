@@ -13,11 +13,12 @@ from dataclasses import replace
 from itertools import chain, pairwise
 from typing import Final
 
-from ppstream.analysis.age_advice import LeaseNeed, Model, age_alone_ns, in_ms, lease_need
+from ppstream.analysis.age_advice import Model, in_ms
 from ppstream.analysis.audits import audit_all
 from ppstream.analysis.compiler_counts import compiled_parts_seen
 from ppstream.analysis.contention import alone
 from ppstream.analysis.device_times import clocks_seen, stages_on_device
+from ppstream.analysis.lease import LeaseNeed, actions_ns, lease_of_bring_up, lease_of_service
 from ppstream.analysis.memory_use import memory_use
 from ppstream.analysis.period_model import (
     deeper,
@@ -32,7 +33,6 @@ from ppstream.analysis.requests import (
     is_on_request,
     requests_of,
     streams_on_request,
-    window_period_ns,
 )
 from ppstream.analysis.robot_states import longest_held, with_waits
 from ppstream.analysis.run_ends import failed_end, lost_end, lost_lines
@@ -45,13 +45,11 @@ from ppstream.analysis.run_report import (
 )
 from ppstream.analysis.run_statistics import (
     HARMLESS,
-    Spoilt,
     chunk_gaps,
     critical_path,
     deadlines,
     drops,
     first_faults,
-    judged,
     latencies_ns,
     pick_ups_ns,
     spoilt,
@@ -87,7 +85,6 @@ SLOWER_NS: Final = 1_000_000  # and at least so much more
 COMPARED_MIN: Final = 5  # envelopes of each: a slow service has few
 HELD_MAX: Final = 0.10  # of the service, by one robot in all its sessions
 DROPPED_MAX: Final = 0.10  # of its envelopes
-TIME_MAX_MS: Final = 1e12  # more is no time of a run
 
 
 def judge(
@@ -177,24 +174,8 @@ def _evidence(run: RunLog, window: JudgedSpan) -> Evidence:
         spoilt=lost,
         unnamed=unnamed(window),
         machine=machine,
-        lease=_bring_up_lease(run, window, score, lost),
+        lease=lease_of_bring_up(run, window, score, lost, N_MIN),
     )
-
-
-def _bring_up_lease(
-    run: RunLog, window: JudgedSpan, score: Primary | None, lost: Spoilt | None
-) -> LeaseNeed | None:
-    """Returns what the lease must cover; at the rate of sensors that are slower than it all."""
-    if window.phases != {BRING_UP} or (window.n < N_MIN and lost is None):
-        return None
-    lines = window.measured if lost is None else judged(run, window)
-    c_ns = 0 if run.standalone is None else round(run.standalone.c_ns)
-    need = lease_need(lines, age_limits_ns(run.config), c_ns=c_ns)
-    paced_ns = window_period_ns(run.config)
-    if need is None or paced_ns <= (need.period_ns if score is None else score.period_ns):
-        return need
-    alone_ns = need.age_ns if score is None else age_alone_ns(lines, score.times.through)
-    return need._replace(age_ns=min(need.age_ns, alone_ns), period_ns=paced_ns, is_paced=True)
 
 
 def _findings(
@@ -237,13 +218,7 @@ def _chunks(run: RunLog) -> RobotChunks | None:
 
 def _age_limit_ns(run: RunLog) -> int | None:
     """No robot executes an older action; None: nobody says."""
-    return _actions_ns(run.config, "max_age_ms") or _actions_ns(run.config, "lease_ms")
-
-
-def age_limits_ns(config: Json) -> dict[str, int]:
-    """Limits of an action's age, by setting."""
-    found = {f"actions.{name}": _actions_ns(config, name) for name in ("lease_ms", "max_age_ms")}
-    return {name: ns for name, ns in found.items() if ns is not None}
+    return actions_ns(run.config, "max_age_ms") or actions_ns(run.config, "lease_ms")
 
 
 def _last_step_ns(run: RunLog) -> int | None:
@@ -251,7 +226,7 @@ def _last_step_ns(run: RunLog) -> int | None:
 
     None: nobody says, or robots ask for their chunks, which may begin at the answer.
     """
-    dt_ns = _actions_ns(run.config, "dt_ms")
+    dt_ns = actions_ns(run.config, "dt_ms")
     horizon = _mapping(run.config.get("actions")).get("horizon")
     if dt_ns is None or not isinstance(horizon, int) or is_on_request(run.config):
         return None
@@ -351,7 +326,7 @@ def _service(run: RunLog) -> ServiceReport | None:
         return _unserved(run)
     window = select_window(run, *SERVING)
     score = primary(window, resampled=False)
-    lease = _service_lease(run, ready)
+    lease = lease_of_service(run, window)
     reasons = _service_reasons(run, ready, lease) | _lost_lines(run)
     lease_ns = _lease_ns(run)
     on_request = streams_on_request(run.config)
@@ -395,14 +370,6 @@ def _unserved(run: RunLog) -> ServiceReport | None:
         robots=with_waits(run),
         streams=tuple(ledger for ledger in run.stream_ledgers if ledger.holes is not None),
     )
-
-
-def _service_lease(run: RunLog, ready: list[Envelope]) -> LeaseNeed | None:
-    """Returns what the lease had to cover, by the robots' clocks; None: robots asked."""
-    if is_on_request(run.config):
-        return None
-    ages_ns = [*run.ages_ns, *chain.from_iterable(run.unexecuted_ages_ns.values())]
-    return lease_need(ready, age_limits_ns(run.config), ages_ns=ages_ns)
 
 
 def _lost_lines(run: RunLog) -> dict[str, str]:
@@ -479,20 +446,8 @@ def _service_reasons(run: RunLog, ready: list[Envelope], lease: LeaseNeed | None
 
 def _lease_ns(run: RunLog) -> int:
     """So long a robot moves on without a new chunk; where nobody says, a second."""
-    lease_ns = _actions_ns(run.config, "lease_ms")
+    lease_ns = actions_ns(run.config, "lease_ms")
     return 1_000_000_000 if lease_ns is None else lease_ns
-
-
-def _actions_ns(config: Json, name: str) -> int | None:
-    """A time of [actions]; None: it has none."""
-    value = _mapping(config.get("actions")).get(name)
-    if not isinstance(value, int | float):
-        return None
-    if 0 <= value <= TIME_MAX_MS:
-        return round(value * 1e6)
-    raise LogError(
-        f"run.json: config.actions.{name} is {value!r:.40}, expected 0 to {TIME_MAX_MS:g}"
-    )
 
 
 def _mapping(value: object) -> Json:

@@ -171,18 +171,22 @@ def is_on_request(config: Json) -> bool:
     return _reference(config).get("max_request_hz") is not None
 
 
-def has_streaming_robots(config: Json) -> bool:
-    """True where robots that do not ask may come: each of their chunks must last until the next.
-
-    A recording holds for nothing, and a gateway's clients ask, unless newest chunks answer them.
-    """
-    service, gateways = config.get("service"), _tables(config.get("gateway"))
+def serves_robots(config: Json) -> bool:
+    """True where robots may come; a recording holds for nothing."""
+    service = config.get("service")
     table = service if isinstance(service, Mapping) else {}
-    if is_on_request(config) or table.get("recording") is not None:
+    return table.get("recording") is None and table.get("endpoint", "") is not None
+
+
+def has_streaming_robots(config: Json) -> bool:
+    """True where each chunk of a robot must last until the next, by what the run states.
+
+    A gateway's clients ask, unless newest chunks answer them.
+    """
+    if is_on_request(config) or not serves_robots(config):
         return False
-    if gateways:
-        return any(gateway.get("answer") == "newest" for gateway in gateways)
-    return table.get("endpoint", "") is not None
+    gateways = _tables(config.get("gateway"))
+    return not gateways or any(gateway.get("answer") == "newest" for gateway in gateways)
 
 
 def window_period_ns(config: Json) -> float:

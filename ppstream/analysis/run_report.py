@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Final, NamedTuple
 
-from ppstream.analysis.age_advice import LeaseNeed, Model
+from ppstream.analysis.age_advice import Model
 from ppstream.analysis.audits import Audit
 from ppstream.analysis.compiler_counts import CompiledPartSeen
 from ppstream.analysis.contention import Alone
 from ppstream.analysis.device_times import ClockSeen, StageOnDevice
+from ppstream.analysis.lease import LeaseNeed
 from ppstream.analysis.memory_use import MemoryUse
 from ppstream.analysis.place_table import BetterCut, PlaceRow
 from ppstream.analysis.records import Ledger, RobotRequests, RobotStateLine, RuleCounts

@@ -9,6 +9,7 @@ from typing import Final
 from ppstream.analysis.age_advice import SAME, Model, depth_advice, in_ms
 from ppstream.analysis.audits import by_note
 from ppstream.analysis.contention import MOVED_MAX, MOVED_NS
+from ppstream.analysis.lease import lease_note
 from ppstream.analysis.place_table import BetterCut, PlaceRow, held_hop
 from ppstream.analysis.replicas import pace_of, replica_sentences
 from ppstream.analysis.requests import Requests
@@ -67,7 +68,7 @@ def statements(findings: Diagnosis) -> list[str]:
     """Sentences in the order a tired reader needs them."""
     advice = () if "BAD_INSTRUMENT" in findings.reasons else (_limit, _cut, _hop, _depth, _path)
     parts = (_served, _accepted, _headline, _reasons, _machine, _choice)
-    parts = (*parts, *advice, _in_step, _alone, _published, _limits, _rules, _log)
+    parts = (*parts, *advice, _in_step, _holds, _alone, _published, _limits, _rules, _log)
     return [sentence for part in parts for sentence in part(findings)]
 
 
@@ -119,6 +120,11 @@ def _in_step(f: Diagnosis) -> Iterator[str]:
         yield f.requests.text
 
 
+def _holds(f: Diagnosis) -> Iterator[str]:
+    if note := lease_note(f.evidence.lease, f.evidence.run.config):
+        yield note
+
+
 def _alone(f: Diagnosis) -> Iterator[str]:
     """Warnings about the measurement of the stages alone."""
     alone = f.evidence.alone
@@ -168,10 +174,7 @@ def _reasons(f: Diagnosis) -> Iterator[str]:
     score = f.evidence.primary
     texts, need = _safety_texts(f) | _unknown_texts(f), f.evidence.lease
     if need is not None:
-        asks = "robots that ask for each chunk need no more than its age: give the reference stream"
-        asks += " max_request_hz in the place of rate_hz"
-        remedy = need.remedy(f.model, f.gate.overlap_min)
-        texts |= {"SHORT_LEASE": f"{need.text}; {remedy}; {asks}"}
+        texts |= {"SHORT_LEASE": need.refusal(f.model, f.gate.overlap_min)}
     if score is not None:
         texts |= _score_texts(f, score)
     for reason in f.reasons:

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Final, NamedTuple
 
-from ppstream.analysis.age_advice import LeaseNeed
 from ppstream.analysis.audits import Audit
 from ppstream.analysis.contention import Alone
+from ppstream.analysis.lease import LeaseNeed
 from ppstream.analysis.period_model import period
 from ppstream.analysis.places import is_elsewhere, lost_places
 from ppstream.analysis.records import LogEvent, RunLog

@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 import torch
 
-from ppstream.analysis.age_advice import lease_need_in_turn
-from ppstream.analysis.judge import age_limits_ns, judge
+from ppstream.analysis.judge import judge
+from ppstream.analysis.lease import lease_note, lease_of_one_rank
 from ppstream.analysis.log_reader import read_run
-from ppstream.analysis.requests import has_streaming_robots, window_period_ns
+from ppstream.analysis.requests import has_streaming_robots
 from ppstream.analysis.scores import resource_title
 from ppstream.analysis.segments import ALONE
 from ppstream.analysis.verdict import Verdict
@@ -40,6 +40,7 @@ from ppstream.pipeline.pacing import Saturated
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+    from ppstream.analysis.lease import LeaseNeed
     from ppstream.analysis.run_report import RunReport
     from ppstream.config.schema import PipelineConfig
     from ppstream.ingest.intake import Intake
@@ -170,7 +171,8 @@ def gate(rank0: Rank0Loop, run: Run) -> None:
     """
     rank0.log.flush()
     try:
-        report = judge(read_run(run.directory, rank0.log.generation), profile="bringup")
+        found = read_run(run.directory, rank0.log.generation)
+        report = judge(found, profile="bringup")
     except LogError:
         check_disk(rank0, run)
         raise
@@ -183,6 +185,7 @@ def gate(rank0: Rank0Loop, run: Run) -> None:
         accepted=report.accepted,
     )
     logger.info("bring-up %s", report.headline)
+    _warn_of_holds(report.lease, found.config)
     if report.exit_code:
         check_disk(rank0, run)
     pass_or_raise(report)
@@ -274,9 +277,15 @@ def check_lease(config: PipelineConfig, stages_ns: Mapping[str, Sequence[int]]) 
         GateFailedError: robots would hold.
     """
     settings = msgspec.json.decode(msgspec.json.encode(config))  # as run.json has them
-    need = lease_need_in_turn(stages_ns, age_limits_ns(settings), window_period_ns(settings))
+    need = lease_of_one_rank(stages_ns.values(), settings)
     if need is not None and need.is_short and has_streaming_robots(settings):
-        raise GateFailedError(f"SHORT_LEASE: {need.text}; {need.remedy(None, 0)}")
+        raise GateFailedError(f"SHORT_LEASE: {need.refusal(None, 0)}")
+    _warn_of_holds(need, settings)
+
+
+def _warn_of_holds(need: LeaseNeed | None, config: Mapping[str, Any]) -> None:
+    if note := lease_note(need, config):
+        logger.warning("%s", note)
 
 
 def run_saturated(rank0: Rank0Loop, intake: Intake, source: Source) -> None:

@@ -296,10 +296,10 @@ def test_service_that_was_not_like_bring_up_says_so_in_the_sentence() -> None:
 def test_a_lease_that_is_too_short_is_told_with_what_it_must_cover() -> None:
     short = simulate().set("config.actions", {"lease_ms": 28.0})
     assert judged(short).sentence == (
-        "This pipeline may not drive a robot yet: robots would hold, as actions are 20.0 ms old "
-        "when they are made (p95), and the next ones come 10.0 ms later (p50): robots need 30.0 "
-        "ms, and actions.lease_ms is 28 (SHORT_LEASE); first set actions.lease_ms to 33, a tenth "
-        "to spare."
+        "This pipeline may not drive a robot yet: robots would hold 20.0% of the time, behind 318 "
+        "of 318 chunks (limit 5% of each), as actions are 20.0 ms old when they are made (p95), "
+        "and the next ones come 10.0 ms later (p50): robots need 30.0 ms, and actions.lease_ms is "
+        "28 (SHORT_LEASE); first set actions.lease_ms to 33, a tenth to spare."
     )
     held = served(simulate(), period_ms=40).set("config.actions", {"lease_ms": 50.0})
     held.tell({"kind": "robot_state", "session": 7, "t": 5, "holds": 3, "held_ns": ms(4000)})

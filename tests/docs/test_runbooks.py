@@ -17,7 +17,7 @@ from judging import judged
 from watched_ranks import Watched
 
 from ppstream.analysis.period_model import PipelineForm
-from ppstream.analysis.summary import REASONS
+from ppstream.analysis.reasons import REASONS
 from ppstream.analysis.verdict import Verdict
 from ppstream.config import load
 from ppstream.pipeline.stage_c import UNUSABLE
