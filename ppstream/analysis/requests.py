@@ -181,12 +181,10 @@ def serves_robots(config: Json) -> bool:
 def has_streaming_robots(config: Json) -> bool:
     """True where each chunk of a robot must last until the next, by what the run states.
 
-    A gateway's clients ask, unless newest chunks answer them.
+    Until robots come that is all that is known: ``rate_hz`` is a sensor's that sends by itself, of
+    robots beside a gateway, too, and ``max_request_hz`` that of robots which ask.
     """
-    if is_on_request(config) or not serves_robots(config):
-        return False
-    gateways = _tables(config.get("gateway"))
-    return not gateways or any(gateway.get("answer") == "newest" for gateway in gateways)
+    return serves_robots(config) and not is_on_request(config)
 
 
 def window_period_ns(config: Json) -> float:

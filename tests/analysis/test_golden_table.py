@@ -242,10 +242,8 @@ TABLE: dict[str, Case] = {
             .set("config.streams", [{"name": "joints", "max_request_hz": 5.0}]), "PASS",
         {"says": "whether the lease suffices was not judged, since the reference stream comes on "
             "request (max_request_hz): a robot that streams would hold 20.0% of the time, behind"}),
-    "a short lease of a gateway's robots": (lambda: run().set("config.actions", {"lease_ms": 28.0})
-            .set("config.gateway", [{"wire": "openpi", "answer": "exact"}]), "PASS"),
-    "a short lease of a gateway's newest": (lambda: run().set("config.actions", {"lease_ms": 28.0})
-            .set("config.gateway", [{"wire": "openpi", "answer": "newest"}]), "FAIL SHORT_LEASE"),
+    "a short lease beside a gateway": (lambda: run().set("config.actions", {"lease_ms": 28.0})
+            .set("config.gateway", [{"wire": "openpi", "answer": "exact"}]), "FAIL SHORT_LEASE"),
     "a short lease without robots": (lambda: run().set("config.actions", {"lease_ms": 28.0})
             .set("config.service", {"endpoint": None}), "PASS"),
     "a short lease of a recording": (lambda: run().set("config.actions", {"lease_ms": 28.0})
@@ -277,7 +275,8 @@ TABLE: dict[str, Case] = {
         {"says": "actions are 90.0 ms old when they are made (p95), and the next ones come with "
             "the next sample, 200 ms later: robots need 290 ms"}),
     "held for want of a lease": (lambda: served(stages()).set("config.actions", {"lease_ms": 28.0})
-            .set("config.gateway", [{"wire": "openpi"}]).tell(robot(held_ns=ms(500), faults=9)),
+            .set("config.streams", [{"name": "joints", "max_request_hz": 5.0}])
+            .tell(robot(held_ns=ms(500), faults=9)),
         "INCONCLUSIVE SERVICE_HELD",
         {"says": "9 faults; actions are 20.0 ms old when they are made (p95), and the next ones "
             "come 10.0 ms later (p50): robots need 30.0 ms, and actions.lease_ms is 28"}),
