@@ -235,7 +235,7 @@ target = "nobody:build"
     for wanted in (
         "streams[0].dim: got 5 float32, want it left out: a frame of 480 x 640 has 921600 uint8",
         "streams[0].image.resize: got [224], want height and width",
-        "streams[0].image.mean: got 1 numbers, want one per channel, 3",
+        "streams[0].image.mean: got 1 number, want one per channel, 3",
         "streams[1].dim: missing",
         "streams[1].dtype: got uint8 without image",
     ):
