@@ -6,7 +6,7 @@ Numbers F.. and BT.. are those of runbooks/faults.md.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -89,16 +89,29 @@ def event(name: str, **fields: Any) -> Callable[[Scene, int], Seen]:
 
 
 def condition(stream: str, wanted: str, after_s: float) -> Callable[[Scene, int], Seen]:
-    """Seen once a stream is in that condition, so long after the injection.
+    """Seen once a stream is in that condition, so long after the injection."""
+    return _newest("sensor", after_s, {"stream": stream}, condition=wanted)
 
-    It is told when it changes: the fault before may have left the stream in it for a moment.
+
+def degraded(after_s: float) -> Callable[[Scene, int], Seen]:
+    """Seen once the run is degraded, so long after the injection."""
+    return _newest("degraded", after_s, {}, degraded=True)
+
+
+def _newest(
+    name: str, after_s: float, which: Mapping[str, str], **wanted: Any
+) -> Callable[[Scene, int], Seen]:
+    """Seen once the newest of these events has what is wanted.
+
+    They are told when something changes: the fault before may have left it so for a moment.
     """
 
     def look(scene: Scene, since_ns: int) -> Seen:
-        texts = [e for e in scene.lines() if e.get("name") == "sensor" and e["stream"] == stream]
+        told = [e for e in scene.lines() if e.get("name") == name and which.items() <= e.items()]
         is_late = now_ns() - since_ns > after_s * NS_PER_S
-        is_so = bool(texts) and texts[-1]["condition"] == wanted
-        return f"stream {stream}, condition {wanted}" if is_so and is_late else None
+        is_so = bool(told) and wanted.items() <= told[-1].items()
+        shown = ", ".join(f"{key} {value}" for key, value in {**which, **wanted}.items())
+        return shown if is_so and is_late else None
 
     return look
 
