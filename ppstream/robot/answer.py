@@ -93,5 +93,6 @@ class Asking:
             )
         raise TimeoutError(
             f"no chunk of a window that ends at {self.stamp_ns} came within {timeout_s:g} s; "
-            f"{run}; send the stream that ends windows last, or allow more time"
+            f"{run}; send a sample of each stream, the one that ends windows last, or allow more "
+            "time"
         )

@@ -14,7 +14,7 @@ from typing import Any, Final, TypeAlias
 import msgspec
 import numpy as np
 
-from ppstream.core.errors import SpecError
+from ppstream.core.errors import SpecError, counted
 from ppstream.wire.fields import MAX_AXES, MAX_PUSH_BYTES, MAX_SAMPLE_BYTES
 from ppstream.wire.robot_messages import PARTS_BYTES, StreamDeclaration
 
@@ -185,8 +185,9 @@ class _Gathering:
         if array.shape not in ((len(stamps), *self._shape), (len(stamps), declared.dim)):
             several = ", ".join(map(str, self._shape))
             raise SpecError(
-                f"stream {declared.name!r}: got values {np.shape(values)} with {len(stamps)} "
-                f"stamps, expected {self._shape} with one or (n, {several}) with n"
+                f"stream {declared.name!r}: got values {np.shape(values)} with "
+                f"{counted(len(stamps), 'stamp')}, expected {self._shape} with one or "
+                f"(n, {several}) with n"
             )
         array = array.reshape(len(stamps), declared.dim)
         if len(stamps) > self._samples_max:
@@ -209,9 +210,12 @@ class _Gathering:
         except FloatingPointError:  # too large
             pass
         reach = f" from {array.min()} to {array.max()}" if kind in "iuf" else ""
+        helps = "convert them before push"
+        if self._dtype.kind == "u" and kind == "f":
+            helps = "push an integer dtype, of pixels from 0 to 1 np.rint(255 * x).astype('uint8')"
         raise SpecError(
             f"stream {self._declared.name!r}: {array.dtype} values{reach} are not numbers that "
-            f"{self._dtype} holds; convert them before push"
+            f"{self._dtype} holds; {helps}"
         )
 
     def put(self, stamps: Values, values: Values, now_ns: int) -> None:

@@ -102,8 +102,11 @@ class RobotSession:
     @property
     def phase_text(self) -> str:
         """The phase, and why, where streams of this robot degrade the run."""
-        why = printable("; ".join(self.degraded), MAX_TEXT)
-        return f"{self.phase} ({why})" if why else self.phase
+        if not self.degraded:
+            return self.phase
+        first, *others = self.degraded
+        more = f"; and {len(others)} more" if others else ""
+        return f"{self.phase} ({printable(first, MAX_TEXT)}{more})"
 
     @property
     def run_text(self) -> str:
