@@ -159,8 +159,16 @@ def _reading(folder: Path) -> Iterator[None]:
 def _words(event: dict[str, Any]) -> str:
     hidden = {"kind", "run_id", "generation", "t", "name"}
     name = event["name"]
-    rest = [f"{key} {value}" for key, value in event.items() if key not in hidden and value != []]
+    rest = [
+        f"{key} {_word(value)}" for key, value in event.items() if key not in hidden and value != []
+    ]
     return f"{name}: {', '.join(rest).removeprefix(f'{name} ')}"
+
+
+def _word(value: object) -> object:
+    if isinstance(value, list):
+        return " and ".join(map(str, value))
+    return f"{value:.2f}" if isinstance(value, float) else value
 
 
 def picture(

@@ -256,6 +256,12 @@ def test_events_are_read_once_and_the_newest_stay(tmp_path: Path) -> None:
     assert events.read()[-2:] == ["phase: p8", "phase: new"]
 
 
+def test_numbers_and_lists_of_an_event_are_for_people(tmp_path: Path) -> None:
+    verdict = {"verdict": "FAIL", "overlap": 0.8533884846674752, "reasons": ["A", "B"]}
+    (tmp_path / "rank0.gen0.jsonl").write_text(event("verdict", **verdict) + "\n")
+    assert top.Events(tmp_path).read() == ["verdict: FAIL, overlap 0.85, reasons A and B"]
+
+
 def test_a_folder_that_is_not_there_is_said(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
