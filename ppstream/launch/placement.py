@@ -98,7 +98,7 @@ def place(
         raise ConfigError(
             [
                 f"world size: got {world_size} ranks, want {most} (pipelined) or 1 (inline); "
-                f"start with torchrun --nproc-per-node={most}"
+                f"start with ppstream run --nproc {most}, or torchrun --nproc-per-node={most}"
             ]
         )
     if world_size == 1:

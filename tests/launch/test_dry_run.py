@@ -228,7 +228,7 @@ def test_every_problem_is_found_at_once(given: ModuleType) -> None:
         describe(config(decode={"target": "given_policy:decode"}), 3)
     assert caught.value.problems == [
         "world size: got 3 ranks, want 2 (pipelined) or 1 (inline); "
-        "start with torchrun --nproc-per-node=2",
+        "start with ppstream run --nproc 2, or torchrun --nproc-per-node=2",
         "policy.target: given_policy:build reads 'state.value', which no window has "
         "(did you mean state.values?)",
         "policy.target: given_policy:build names an output twice: actions, x, x",
