@@ -50,7 +50,9 @@ library_logger = logging.getLogger("ppstream.gateway.websockets")
 library_logger.setLevel(logging.CRITICAL)  # whoever connects could fill our log
 
 HEALTH: Final = "/healthz"
-ROBOT_PATH: Final = re.compile(r"/robots/([A-Za-z0-9_-]{1,64})")  # names the robot
+ROBOTS: Final = "/robots/"  # the robot's name follows
+ROBOT_NAME: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")
+UNNAMED: Final = f"a name behind {ROBOTS} has 1 to 64 letters, digits, '-' and '_'"
 ROBOT_CHARACTERS: Final = 64  # of a name
 KEY_SCHEME: Final = "Api-Key "
 ENDPOINT: Final = "endpoint"  # a request that is no observation, in dialects of the wire
@@ -199,6 +201,9 @@ class OpenpiServer:
             await _refuse(connection, "too many connections")
             return
         robot = self._name(connection)
+        if robot is None:
+            await _refuse(connection, UNNAMED)
+            return
         parts = (self._config, self._gateway, self._keys, robot)
         session = GatewaySession(*parts, in_thread=self._in_thread)
         self._sessions.add(session)
@@ -302,10 +307,11 @@ class OpenpiServer:
             await connection.wait_closed()
             await connection.send(b"")  # raises how it was closed
 
-    def _name(self, connection: ServerConnection) -> str:
-        named = ROBOT_PATH.fullmatch(_path(connection))
-        if named is not None:
-            return named[1]
+    def _name(self, connection: ServerConnection) -> str | None:
+        """Name of a robot; None: its path has one that cannot be."""
+        if (path := _path(connection)).startswith(ROBOTS):
+            name = path.removeprefix(ROBOTS)
+            return name if ROBOT_NAME.fullmatch(name) else None
         return f"openpi-{next(self._numbers)}-{_peer(connection)}"[:ROBOT_CHARACTERS]
 
     async def _in_thread(self, call: Callable[..., T], *args: Any) -> T:

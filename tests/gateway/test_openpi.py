@@ -176,6 +176,20 @@ def test_a_robot_without_a_row_is_refused_with_the_reason() -> None:
         assert first.ask()["actions"].shape == SHAPE
 
 
+@pytest.mark.parametrize("name", ["", "arm%202", "x" * 65, "arm/2", "arm2?x=1"])
+def test_a_name_that_a_robot_cannot_have_is_refused_not_replaced(name: str) -> None:
+    with (
+        gated() as (_, gateway),
+        pytest.raises(ConnectionClosed) as caught,
+        gateway.robot(f"/robots/{name}"),
+    ):
+        pass
+    closed = caught.value.rcvd
+    assert closed is not None
+    assert closed.code == 1013
+    assert closed.reason == "a name behind /robots/ has 1 to 64 letters, digits, '-' and '_'"
+
+
 def test_a_robot_that_leaves_within_a_request_gives_its_row_and_name_back() -> None:
     with gated(answers=False) as (rank0, gateway):  # nobody answers for 10 s
         with gateway.robot("/robots/arm") as robot:
