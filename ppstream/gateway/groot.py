@@ -25,7 +25,7 @@ from ppstream.config.gateway_rules import is_loopback, listen_address, listen_of
 from ppstream.config.schema import GatewayConfig, PipelineConfig
 from ppstream.core.clock import NS_PER_S, now_ns
 from ppstream.core.errors import PpstreamError, ProtocolError, SpecError
-from ppstream.gateway.groot_messages import ModalityRequest, modalities
+from ppstream.gateway.groot_messages import ModalityRequest, modalities, prompt_key
 from ppstream.gateway.groot_messages import describe as describe
 from ppstream.gateway.groot_socket import GrootMessage, GrootSocket
 from ppstream.gateway.request_log import UNNAMED, CountedRequest, RequestCounts
@@ -95,6 +95,7 @@ class GrootServer:
         self._numbers = itertools.count(1)
         self._told: set[str] = set()
         self._modalities = modalities(config, gateway)
+        self._prompt_key = prompt_key(gateway)
         self._socket = GrootSocket(sockets_max(config))
 
     @property
@@ -276,6 +277,7 @@ class GrootServer:
                 return {}, None
             request.counted.begin(robot.name)
             asked = ModalityRequest.of(data)
+            asked.check_prompt(self._prompt_key)
             given = await robot.session.answer(asked.observation, request.counted.received_ns)
         parts = asked.parts(given.actions, self._gateway.action_keys)
         timing = given.timing(now_ns() - request.counted.received_ns)

@@ -22,7 +22,9 @@ from ppstream.wire.groot import modality_config
 NEWER: Final = "observation"  # the key below which N1.6 puts it
 MODALITIES: Final = {"video": 3, "state": 1}  # dimensions of one step, before [B, T]
 LANGUAGE: Final = "language"
+ANNOTATION: Final = "annotation."  # begins a key of language, as datasets name it
 ACTION: Final = "action."
+TEXTS_SHOWN: Final = 8
 IPV4_ALONE: Final = (
     "# this client cannot reach an IPv6 address: listen on an IPv4 one for it"  # no zmq.IPV6
 )
@@ -35,6 +37,7 @@ class ModalityRequest(NamedTuple):
     is_newer: bool  # N1.6 and later: actions [B, H, D] and a map of more
     is_batched: bool
     is_flat: bool  # action.NAME
+    texts: tuple[str, ...]  # keys of language
 
     @classmethod
     def of(cls, data: Any) -> ModalityRequest:
@@ -53,7 +56,16 @@ class ModalityRequest(NamedTuple):
             raise SpecError("data: got keys that are no text, want state.NAME and video.NAME")
         is_batched = any(_spare(key, one) == 2 for key, one in flat.items())
         steps = {key: _one_step(key, value) for key, value in flat.items()}
-        return cls(steps, is_newer, is_newer or is_batched, is_flat)
+        language = found.get(LANGUAGE)
+        texts = tuple(language) if isinstance(language, Mapping) else ()
+        texts += tuple(key for key in flat if key.startswith(ANNOTATION) and key not in texts)
+        return cls(steps, is_newer, is_newer or is_batched, is_flat, texts)
+
+    def check_prompt(self, key: str | None) -> None:
+        """Raises SpecError: it has texts, and none at ``key``, where the prompt is looked for."""
+        if key is not None and self.texts and key not in self.observation:
+            got = ", ".join(repr(text[:64]) for text in self.texts[:TEXTS_SHOWN])
+            raise SpecError(f"{key}: it is missing, want the prompt there; got language at {got}")
 
     def parts(self, actions: Array, keys: Mapping[str, tuple[int, int]]) -> dict[str, Array]:
         """Actions ``[H, D]`` by the keys of the answer."""
@@ -104,6 +116,12 @@ def _one_step(key: str, value: Any) -> Any:
             raise SpecError(f"{key}: got {value.dtype} {list(value.shape)}, want a step at least")
         value = value[-1]
     return value
+
+
+def prompt_key(gateway: GatewayConfig) -> str | None:
+    """Key of the prompt; None: robots send none."""
+    entry = key_entries(gateway).get(PROMPT)
+    return None if entry is None else entry.name
 
 
 def modalities(config: PipelineConfig, gateway: GatewayConfig) -> dict[str, Any]:

@@ -533,6 +533,20 @@ def test_the_end_of_the_gateway_is_told_to_whoever_waits() -> None:
             assert refusal(robot.receive()) == "the gateway ends"
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        newer(language={"task": [["place"]]}),
+        older(**{"annotation.human.action.task_description": ["place"]}),
+    ],
+)
+def test_a_prompt_at_another_key_is_refused_not_left_out(given: dict[str, Any]) -> None:
+    with gated(instructions=True, **PROMPTED) as (_, gateway), client(gateway) as robot:
+        said = refusal(robot.ask(asked(given)))
+        assert said.startswith("annotation.human.task_description: it is missing, want the prompt")
+        assert "got language at '" in said
+
+
 def test_a_prompt_in_either_form_is_followed_before_the_answer() -> None:
     told: list[str] = []
 
