@@ -261,7 +261,10 @@ class GatewaySession:
 
     def _is_new(self, prompt: str | None) -> bool:
         followed = self._followed
-        return prompt is not None and (followed is None or followed.prompt != prompt)
+        if prompt is None or followed is None:
+            return prompt is not None
+        is_told = not self.client.connected or followed.answer.session == self.client.session
+        return followed.prompt != prompt or not is_told
 
     def _prepare(self, prompt: str | None, received_ns: int, until_ns: int) -> None:
         """Wait until the run is ready, and the policy follows the prompt."""
@@ -332,8 +335,8 @@ class GatewaySession:
     def _reply(self, chunk: ActionChunk, prompt: str | None) -> Reply:
         followed = self._followed
         if prompt is not None and not self._is_made_for(prompt, chunk):
-            self._followed = None  # the run began anew, and may not know the prompt yet
-            reason = "the run was restarted and has to be told the prompt; ask again"
+            self._followed = None  # a session of a run that may not know the prompt yet
+            reason = "the run lost this robot, and has to be told its prompt anew; ask again"
             raise NoAnswerError(reason, "peer_lost")
         now = now_ns()
         if now >= chunk.expires_ns:
