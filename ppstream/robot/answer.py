@@ -62,11 +62,8 @@ class Asking:
         return self.answer is not None
 
     def is_over(self) -> bool:
-        """True once there is an answer, or nothing to wait for.
-
-        A robot of a fleet moves on only while nobody reads: its wait ends with its session.
-        """
-        return self.answer is not None or (self.link.directory is not None and self._is_lost)
+        """True once there is an answer, or none can come: its session is another one's."""
+        return self.answer is not None or self._is_lost
 
     @property
     def _is_lost(self) -> bool:
@@ -87,9 +84,10 @@ class Asking:
         if not is_sent:
             raise PeerLostError(f"{self._endpoint}: rank 0 cannot receive samples now; {run}")
         if self.is_over():
+            moves = ": this robot moves to the pipeline that its directory names"
             raise PeerLostError(
-                f"{self.link.endpoint}: the session was lost before a chunk came; ask again: this "
-                "robot moves to the pipeline that its directory names"
+                f"{self.link.endpoint}: the session was lost before a chunk came; ask again"
+                f"{'' if self.link.directory is None else moves}"
             )
         raise TimeoutError(
             f"no chunk of a window that ends at {self.stamp_ns} came within {timeout_s:g} s; "

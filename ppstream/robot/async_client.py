@@ -74,7 +74,7 @@ class AsyncRobotClient:
 
         Raises:
             TimeoutError: no chunk came in time.
-            PeerLostError: rank 0 cannot receive samples now; of a fleet also: the session was lost.
+            PeerLostError: rank 0 cannot receive samples now, or the session was lost.
             SpecError: the samples are not what was declared.
             PpstreamError: ``connect`` was not called.
             ReceiverEndedError: the receiving thread ended by an exception.

@@ -239,7 +239,7 @@ class RobotClient:
 
         Raises:
             TimeoutError: no such chunk came in time, or another ``ask`` or a callback took it.
-            PeerLostError: rank 0 cannot receive samples now; of a fleet also: the session was lost.
+            PeerLostError: rank 0 cannot receive samples now, or the session was lost.
             RateError: it takes no more of them in this second, as with several robots it may be.
             SpecError: as ``push``.
             PpstreamError: ``connect`` was not called, or this is a callback of the client.

@@ -313,6 +313,17 @@ def test_a_run_that_is_gone_is_told_and_found_again() -> None:
             wait_until(lambda: not isinstance(robot.ask(), str))
 
 
+def test_a_request_whose_session_is_lost_does_not_wait_any_longer() -> None:
+    config = slow_config(f"tcp://127.0.0.1:{free_port()}")
+    with ExitStack() as stack:
+        with serving(config, **LONG_LIVED) as rank0:
+            gateway = stack.enter_context(gateway_to(rank0, config, timeout_ms=120_000.0))
+            robot = stack.enter_context(gateway.robot())
+            robot.send(observation())
+            wait_until(lambda: rank0.rows[0].rings["joints"].newest_ns > 0)
+        assert robot.receive(60).endswith(": the session was lost before a chunk came; ask again")
+
+
 def test_newest_is_no_chunk_of_the_run_before() -> None:
     config = slow_config(f"tcp://127.0.0.1:{free_port()}")
     with ExitStack() as stack:
