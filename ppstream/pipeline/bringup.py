@@ -119,7 +119,10 @@ def bring_up(rank0: Rank0Loop, intake: Intake, robots: Source | None, run: Run) 
     for check in rank0.on_warm:
         check()
     if rank0.stop_reason is None:
-        run.describe(standalone=time_isolated_stages(rank0, rank0.config.bringup.standalone))
+        durations = _durations_alone(rank0, rank0.config.bringup.standalone)
+        run.describe(standalone=_times_alone(rank0, durations))
+        if not rank0.executor.policy_ranks:
+            check_lease(rank0.config, durations)
     if rank0.config.mode == "attribution" and rank0.stop_reason is None:
         time_blocks(rank0, intake, source)
     if not rank0.executor.policy_ranks or rank0.stop_reason is not None:
@@ -246,38 +249,43 @@ def time_isolated_stages(rank0: Rank0Loop, repeats: int) -> dict[str, Any]:
 
     The mean is what the run's own times are compared with: a stage may be slow now and then. Empty
     where no envelope came through.
-
-    Raises:
-        GateFailedError: of one rank, by these times: as ``check_lease``.
     """
+    return _times_alone(rank0, _durations_alone(rank0, repeats))
+
+
+def _durations_alone(rank0: Rank0Loop, repeats: int) -> dict[str, Sequence[int]]:
+    """By stage and place; {}: no envelope came through."""
     rank0.log.apart = ALONE  # none of these envelopes is to be judged
     durations = rank0.measure(repeats)
     rank0.log.apart = ""
-    if not all(durations.values()):
+    return durations if all(durations.values()) else {}
+
+
+def _times_alone(rank0: Rank0Loop, durations: Mapping[str, Sequence[int]]) -> dict[str, Any]:
+    """As run.json has them."""
+    if not durations:
         return {}
     stages = {name: durations[name] for name in "ABC"}
-    if not rank0.executor.policy_ranks:
-        check_lease(rank0.config, stages)
     fields: dict[str, Any] = {f"{k}_ns": round(statistics.median(v)) for k, v in stages.items()}
     fields |= {f"{k}_mean_ns": round(statistics.fmean(v)) for k, v in stages.items()}
     for kind in ("place", "replica"):
         if found := [v for k, v in durations.items() if k.startswith(kind)]:
             fields[f"{kind}s_ns"] = [round(statistics.fmean(v)) for v in found]
     front = rank0.stage_a.front
-    parts_ns = {} if front is None else front.part_times(repeats)
+    parts_ns = {} if front is None else front.part_times(len(durations["A"]))
     for policy_rank in rank0.executor.policy_ranks:
         parts_ns |= policy_rank.parts_ns
     return fields | ({"parts_ns": parts_ns} if parts_ns else {})
 
 
-def check_lease(config: PipelineConfig, stages_ns: Mapping[str, Sequence[int]]) -> None:
+def check_lease(config: PipelineConfig, durations: Mapping[str, Sequence[int]]) -> None:
     """Refuse a lease that ends between two chunks of one rank; of several the gate judges.
 
     Raises:
         GateFailedError: robots would hold.
     """
     settings = msgspec.json.decode(msgspec.json.encode(config))  # as run.json has them
-    need = lease_of_one_rank(stages_ns.values(), settings)
+    need = lease_of_one_rank([durations.get(name, ()) for name in "ABC"], settings)
     if need is not None and need.is_short and has_streaming_robots(settings):
         raise GateFailedError(f"SHORT_LEASE: {need.refusal(None, 0)}")
     _warn_of_holds(need, settings)

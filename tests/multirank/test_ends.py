@@ -1,5 +1,6 @@
 """How runs end, with real processes and real signals."""
 
+import json
 import re
 import resource
 import shutil
@@ -9,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from ranks import END_LIMIT_S, JUDGED_AGAIN, Ranks
+from ranks import BRIEF, END_LIMIT_S, JUDGED_AGAIN, Ranks
 from robot_rig import wait_until
 
 from ppstream.analysis.judge import judge
@@ -296,3 +297,11 @@ def test_a_run_stopped_while_it_warms_is_no_log_that_lacks_lines(stopped_while_w
         f"the run was stopped in warming (SIGINT), before it was ready: {through} envelopes of "
         "warming"
     ) in report.statements
+
+
+def test_one_rank_that_is_refused_for_its_lease_leaves_its_times(tmp_path: Path) -> None:
+    with Ranks(tmp_path, *BRIEF, "actions.lease_ms=12", world_size=1, judged=True) as ranks:
+        assert ranks.wait() == [30], ranks.output()
+    assert "SHORT_LEASE: robots would hold" in ranks.exits()["0"]["reason"]
+    told = json.loads((ranks.directory / "run.json").read_text())
+    assert told["standalone"]["B_ns"] >= 5_000_000
