@@ -328,7 +328,8 @@ def _service(run: RunLog) -> ServiceReport | None:
     score = primary(window, resampled=False)
     lease = lease_of_service(run, window)
     reasons = _service_reasons(run, ready, lease) | _lost_lines(run)
-    lease_ns = _lease_ns(run)
+    lease_ns, latency = _lease_ns(run), quantiles(latencies_ns(window))
+    age = quantiles(run.ages_ns) or latency
     on_request = streams_on_request(run.config)
     found = [
         ledger._replace(is_on_request=ledger.stream in on_request) for ledger in run.stream_ledgers
@@ -337,14 +338,14 @@ def _service(run: RunLog) -> ServiceReport | None:
     verdict = Verdict.FAIL if proof > 1 else Verdict.INCONCLUSIVE
     return ServiceReport(
         limited_by=classify(window, score),
-        latency=quantiles(latencies_ns(window)),
+        latency=latency,
         deadline=deadlines(ready),
         utilisation=score.utilisation if score else None,
         drops=drops(run, ready),
         verdict=verdict if reasons else Verdict.PASS,
         reasons=reasons,
         lease=lease,
-        gaps=chunk_gaps(run, ready, lease_ns),
+        gaps=chunk_gaps(run, ready, lease_ns, 0 if age is None else age.p50_ns),
         robots=with_waits(run),
         rule_counts=run.rule_counts,
         streams=tuple(ledger for ledger in found if ledger.holes is not None),

@@ -207,6 +207,7 @@ class RunReport:
             "pick_up_ms": _ms_dict(self.pick_up),
             "age_ms": _ms_dict(self.age),
             "oldest_action_ms": _oldest_dict(self.oldest),
+            "lease": _lease_dict(self.lease),
             "model": _model_dict(self.model),
             "queues": {
                 "d_in": topology.d_in,
@@ -299,6 +300,7 @@ def _service_dict(service: ServiceReport | None, age: Quantiles | None) -> dict[
         "drops": service.drops,
         "verdict": service.verdict.name,
         "reasons": list(service.reasons),
+        "lease": _lease_dict(service.lease),
         "longest_without_chunk_ms": None if service.gaps is None else service.gaps.longest_ns * MS,
         "robots": [robot._asdict() for robot in service.robots],
         "actions": None if service.rule_counts is None else service.rule_counts._asdict(),
@@ -331,6 +333,21 @@ def _oldest_dict(found: OldestAction | None) -> dict[str, object] | None:
         return None
     limit = None if found.limit_ns is None else found.limit_ns * MS
     return {"age": found.age_ns * MS, "limit": limit}
+
+
+def _lease_dict(need: LeaseNeed | None) -> dict[str, object] | None:
+    if need is None:
+        return None
+    return {
+        "age_ms": need.age_ns * MS,
+        "gap_ms": need.gap_ns * MS,
+        "lease_ms": need.lease_ns * MS,
+        "need_ms": need.need_ns * MS,
+        "longest_ms": need.longest_ns * MS,
+        "holds": need.holds,
+        "chunks": need.chunks,
+        "held": need.held,
+    }
 
 
 def _device_dict(found: StageOnDevice) -> dict[str, object]:

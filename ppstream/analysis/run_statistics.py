@@ -8,6 +8,7 @@ from itertools import pairwise
 from statistics import median
 from typing import Final, NamedTuple
 
+from ppstream.analysis.age_advice import in_ms
 from ppstream.analysis.places import stage_b_ns
 from ppstream.analysis.records import ENVELOPES, TOTAL, Envelope, Ledger, RunLog
 from ppstream.analysis.requests import is_on_request
@@ -230,7 +231,7 @@ class ChunkGaps(NamedTuple):
     """
 
     longest_ns: int
-    above: int  # so many were longer than ``limit_ns``, or so many sessions had one that was
+    above: int  # so many were longer than the limit leaves, or so many sessions had one that was
     limit_ns: int
     first_ns: int = 0  # the longest wait of a robot for its first one
     is_by_session: bool = False  # robots tell of their longest one alone
@@ -238,20 +239,38 @@ class ChunkGaps(NamedTuple):
     first_robot: str = ""  # who waited ``first_ns``
     later_ns: int = 0  # the longest behind a first one
     later_robot: str = ""  # whose that was; empty: not known
+    age_ns: int = 0  # of a chunk when it comes, by which its lease is shorter
 
-    def above_text(self, limit: str) -> str:
-        """For people, who know ``limit_ns`` as ``limit``."""
-        if not self.is_by_session:
-            return f"{self.above} above {limit}"
-        return f"in {self.above} session{'s' * (self.above != 1)} above {limit}"
+    @property
+    def left_ns(self) -> int:
+        """Rest of a lease when its chunk comes."""
+        return max(0, self.limit_ns - self.age_ns)
+
+    @property
+    def above_text(self) -> str:
+        """For people."""
+        limit = f"the lease of {in_ms(self.limit_ns)} ms"
+        if self.age_ns:
+            limit = f"{in_ms(self.left_ns)} ms (lease less age)"
+        sessions = f"in {self.above} session{'s' * (self.above != 1)}"
+        return f"{sessions if self.is_by_session else self.above} above {limit}"
 
 
-def chunk_gaps(run: RunLog, served: Iterable[Envelope], limit_ns: int) -> ChunkGaps | None:
+def chunk_gaps(
+    run: RunLog, served: Iterable[Envelope], limit_ns: int, age_ns: int = 0
+) -> ChunkGaps | None:
     """Gaps of each session, the longest, where a robot tells its own, else of all emits.
 
     Beside robots that tell, rank 0 knows the gap of one that does not. A robot tells of times
     between chunks; how long it waited for its first one, rank 0 knows.
+
+    Args:
+        run: its records.
+        served: envelopes of service.
+        limit_ns: of an action's age.
+        age_ns: of a chunk when it comes, usually.
     """
+    age_ns = 0 if is_on_request(run.config) else age_ns
     waits = run.first_waits_ns
     names = {state.session: state.robot or "" for state in run.robot_states}
     last = max(waits, key=lambda session: waits[session], default=0)  # to get a first one
@@ -270,9 +289,9 @@ def chunk_gaps(run: RunLog, served: Iterable[Envelope], limit_ns: int) -> ChunkG
         robot = first_robot if max(gaps, default=0) == first_ns else ""
     if not gaps:
         return None
-    above = sum(gap > limit_ns for gap in gaps)
+    above = sum(gap > limit_ns - age_ns for gap in gaps)
     first = (first_ns, is_by_session, robot, first_robot)
-    return ChunkGaps(max(gaps), above, limit_ns, *first, later_ns, later_robot)
+    return ChunkGaps(max(gaps), above, limit_ns, *first, later_ns, later_robot, age_ns)
 
 
 def deadlines(envelopes: Iterable[Envelope]) -> dict[str, object] | None:

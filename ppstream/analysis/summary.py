@@ -301,8 +301,8 @@ def _gap_figure(service: ServiceReport | None) -> Figure:
         why = "robots ask for their chunks" if on_request else "no robot was served"
         return Figure("longest gap", "unknown", why)
     note = "before a robot's first chunk" if on_request else "without a new chunk in service"
-    note += f"; {gaps.above_text(f'the lease of {in_ms(gaps.limit_ns)} ms')}"
-    if gaps.robot and gaps.longest_ns > gaps.limit_ns:
+    note += f"; {gaps.above_text}"
+    if gaps.robot and gaps.longest_ns > gaps.left_ns:
         is_first = gaps.longest_ns == gaps.first_ns and not on_request
         note += f"; robot {gaps.robot}" + " before its first one" * is_first
     if held_ns := _held_ns(service):

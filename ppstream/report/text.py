@@ -362,7 +362,7 @@ def _service_lines(service: ServiceReport | None) -> Iterator[Row]:
     if service.gaps is not None:
         gaps = service.gaps
         parts.append(f"longest without a new chunk {ms(gaps.longest_ns)}")
-        parts.append(gaps.above_text(ms(gaps.limit_ns)))
+        parts.append(gaps.above_text)
     yield Row("service", parts)
     yield from _batch_lines(service.calls_by_rows)
     if service.rule_counts is not None:

@@ -221,7 +221,8 @@ TABLE: dict[str, Case] = {
             "ones come 10.0 ms later (p50): robots need 30.0 ms, and actions.lease_ms is 28; "
             "set actions.lease_ms to 33, a tenth to spare; robots that ask for each chunk need "
             "no more than its age: give the reference stream max_request_hz in the place of "
-            "rate_hz"}),
+            "rate_hz", "lease": {"age_ms": 20, "gap_ms": 10, "lease_ms": 28, "need_ms": 30,
+            "longest_ms": 30, "holds": 318, "chunks": 318, "held": 0.2}}),
     "a lease of age and period": (lambda: run().set("config.actions", {"lease_ms": 30.0}), "PASS"),
     "a shallower queue for a short lease": (lambda: run(stages(6, 50, 8))
             .set("config.actions", {"lease_ms": 110.0}), "FAIL SHORT_LEASE",

@@ -135,7 +135,7 @@ def test_a_service_with_a_stall_is_sent_to_look_at_it_whatever_bring_up_said() -
     )
     gap = report.figures[2]
     assert (gap.value, gap.is_bad) == ("729 ms", True)
-    assert gap.note == "without a new chunk in service; 1 above the lease of 300 ms"
+    assert gap.note == "without a new chunk in service; 1 above 251 ms (lease less age)"
 
 
 def test_a_robot_s_own_account_of_its_longest_gap_counts_before_rank_0_s() -> None:
@@ -163,7 +163,7 @@ def test_longest_gap_is_one_number_in_figure_note_text_and_json(told: dict[str, 
     assert report.figures[2] == (
         "longest gap",
         "900 ms",
-        "without a new chunk in service; in 1 session above the lease of 300 ms",
+        "without a new chunk in service; in 1 session above 251 ms (lease less age)",
         True,
     )
     assert "no new chunk for 900 ms" in report.sentence
@@ -171,12 +171,12 @@ def test_longest_gap_is_one_number_in_figure_note_text_and_json(told: dict[str, 
     assert isinstance(service, dict)
     assert service["longest_without_chunk_ms"] == pytest.approx(900)
     text = " ".join(render(report).split())
-    assert "longest without a new chunk 900 ms in 1 session above 300 ms" in text
+    assert "longest without a new chunk 900 ms in 1 session above 251 ms (lease less age)" in text
 
 
 def test_a_robot_that_held_never_had_no_need_of_a_chunk() -> None:
     report = judged(told_gap(900, holds=0))
-    assert report.figures[2].note.endswith("; in 1 session above the lease of 300 ms")
+    assert report.figures[2].note.endswith("; in 1 session above 251 ms (lease less age)")
     assert not report.figures[2].is_bad
     assert report.sentence.endswith("there is nothing to do.")
 
@@ -191,7 +191,7 @@ def test_what_a_robot_tells_hides_no_gap_of_a_robot_that_tells_nothing(told: int
         line |= {"session": [7, 8], "session_epoch": [0, 0], "window_end_ns": [number + 1, end]}
     figure = judged(golden).figures[2]
     assert 4000 < float(figure.value.removesuffix(" ms")) < 4100
-    assert figure.note.endswith("; in 1 session above the lease of 300 ms")
+    assert figure.note.endswith("; in 1 session above 251 ms (lease less age)")
     assert figure.is_bad
 
 
@@ -391,5 +391,5 @@ def test_a_robot_that_waited_for_its_first_chunk_is_no_outage_that_vanishes() ->
     golden.tell({"kind": "robot_state", "session": 7, "t": 5, "chunk_gap_ns": ms(44)})
     figure = judged(golden).figures[2]
     assert figure.is_bad
-    assert figure.note.endswith("in 1 session above the lease of 1000 ms")
+    assert figure.note.endswith("in 1 session above 951 ms (lease less age)")
     assert 6000 < float(figure.value.removesuffix(" ms")) < 6100

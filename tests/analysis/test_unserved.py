@@ -232,7 +232,7 @@ def test_a_wait_for_the_first_chunk_beside_a_robot_that_is_served_is_told(
     assert f"{report.service.gaps.longest_ns / ms(1000):.0f} s" == waited
     gap = report.figures[2]
     assert gap.is_bad is (envelopes > 500)  # a row fills its first window for a while
-    assert gap.note.endswith("above the lease of 300 ms; robot leg before its first one")
+    assert gap.note.endswith("above 300 ms (lease less age); robot leg before its first one")
     arm, leg = (row for row in lines_of(report) if row.text.startswith("  robot"))
     assert "longest without a new chunk 30.0 ms" in arm.text
     assert f"longest without a new chunk {gap.value}" in leg.text

@@ -52,6 +52,7 @@ RUN_KEYS = {
     "pick_up_ms",
     "age_ms",
     "oldest_action_ms",
+    "lease",
     "model",
     "queues",
     "critical_path",
@@ -156,7 +157,7 @@ def test_json_has_exactly_the_keys_of_the_contract(tmp_path: Path) -> None:
     assert set(service) == {
         *("class", "latency_ms", "age_ms", "deadline", "utilisation", "drops", "actions"),
         *("verdict", "reasons", "longest_without_chunk_ms", "robots", "streams", "requests"),
-        *("chunks_per_s", "calls_by_rows"),
+        *("chunks_per_s", "calls_by_rows", "lease"),
     }
 
 
@@ -427,7 +428,7 @@ def test_service_tells_outages_holes_and_what_robots_say() -> None:
     golden.extra += [state | {"holds": 1}, state, named]  # the newest of a session counts
     report = report_of(golden)
     text = " ".join(render(report).split())
-    assert "longest without a new chunk 691 ms in 2 sessions above 300 ms" in text
+    assert "longest without a new chunk 691 ms in 2 sessions above 251 ms (lease less age)" in text
     assert "robot my-arm?[2J (session 2b) 0 holds for 900 ms" in text
     assert "robot of session 2a 3 holds for 900 ms 1 fault, the newest: lease?[2J" in text
     assert "longest without a new chunk 691 ms" in text
@@ -443,7 +444,7 @@ def test_service_tells_outages_holes_and_what_robots_say() -> None:
     assert "on request, 1.5% of targets invalid" in service_table(asked.service or report.service)
     page = service_table(report.service) if report.service else ""
     for shown in (
-        "691 ms, in 2 sessions above 300 ms",
+        "691 ms, in 2 sessions above 251 ms (lease less age)",
         "3 holds for 900 ms",
         "2 holes above max_gap_ms",
     ):

@@ -188,7 +188,7 @@ def service_table(service: ServiceReport) -> str:
         rows.append(("past their lease", f"{service.deadline['misses']} of {n}"))
     if service.gaps is not None:
         gaps = service.gaps
-        text = f"{ms(gaps.longest_ns)}, {gaps.above_text(ms(gaps.limit_ns))}"
+        text = f"{ms(gaps.longest_ns)}, {gaps.above_text}"
         rows.append(("longest without a new chunk", text))
     if service.rule_counts is not None:
         rows.append(("rules of [actions]", service.rule_counts.text))
