@@ -9,6 +9,7 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
 
+from ppstream.analysis.age_advice import SAME
 from ppstream.analysis.audits import Audit
 from ppstream.analysis.compiler_counts import CompiledPartSeen
 from ppstream.analysis.device_times import StageOnDevice
@@ -174,7 +175,10 @@ def _alone_lines(report: RunReport) -> Iterator[Row]:
         for stage, ns in alone.times.stages.items():
             stretch = alone.stretch.get(stage)
             parts.append(f"{stage} {ms(ns)}" + (f" x {stretch:.2f}" if stretch else ""))
-        yield Row("alone", [*parts, f"in turn {ms(alone.in_turn_ns)}"])
+        in_turn = f"in turn {ms(alone.in_turn_ns)}"
+        if alone.in_turn_ns < (1 - SAME) * sum(alone.times.stages.values()):
+            in_turn += " without waits for a CPU, and no longer than in the run"
+        yield Row("alone", [*parts, in_turn])
     least = f"{report.gate.overlap_min:.2f}"
     accept = ", ".join(report.gate.accept) or "nothing"
     parts = [f"S and S alone from {least}", f"accepts {accept}"]

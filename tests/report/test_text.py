@@ -36,6 +36,15 @@ def test_time_that_the_configuration_adds_to_stages_is_told() -> None:
     assert judge(golden.parse()).as_dict()["simulated_ms"] == {"A": 6.0, "C": 0.5}
 
 
+def test_stages_in_turn_that_are_less_than_their_times_alone_say_why() -> None:
+    """A policy that spins by the clock takes as long where others use its CPU."""
+    golden = simulate().set("standalone", {"A_ns": ms(4), "B_ns": ms(10), "C_ns": ms(5)})
+    assert "in turn 19.0 ms limits" in whole(golden)
+    golden.set("standalone.B_ns", ms(14))
+    why = "in turn 19.0 ms without waits for a CPU, and no longer than in the run limits"
+    assert why in whole(golden)
+
+
 def test_no_name_is_cut_and_long_ones_stand_above_their_numbers() -> None:
     long = "a_stream_with_a_name_of_forty_characters"
     golden = simulate().bend(
