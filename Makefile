@@ -81,9 +81,10 @@ check-native: $(VENV)/.dev
 	$(BIN)/python tools/dev/check_core.py
 	$(call twice,PPSTREAM_NATIVE=0 $(PYTEST) -m 'not alone' $(BESIDE) 2 $(TWINS))
 
-# What keeps no time goes side by side; the tests come last, also when something before them fails.
+# What keeps no time goes side by side, the longest first: it waits for much. The tests come last, also
+# when something before them fails.
 check: $(VENV)/.dev
-	$(MAKE) --keep-going --jobs=2 --output-sync=target check-docs check-native test-clients || failed=1; \
+	$(MAKE) --keep-going --jobs=2 --output-sync=target test-clients check-docs check-native || failed=1; \
 	$(MAKE) --keep-going --jobs=1 check-gate test && test -z "$$failed"
 
 # The installation made it already; again when the source is newer.
