@@ -30,7 +30,7 @@ on a host with CPUs to spare the ranks stay awake from there on.
 from __future__ import annotations
 
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from ppstream.control.watchdog import stage_b_limit_ns, with_watchdog
 from ppstream.core.clock import now_ns
@@ -45,6 +45,9 @@ if TYPE_CHECKING:
     from ppstream.observe.log_writer import EnvelopeRecord
     from ppstream.pipeline.flight import Flight
     from ppstream.pipeline.policy_rank_peer import PolicyRankPeer
+
+#: How an envelope ends whose chunk was made, in time or not.
+MADE: Final = (None, "expired")
 
 
 class Executor(Protocol):
@@ -162,7 +165,7 @@ class Rank0Loop(Rank0):
         elif drop is None:
             drop = self.decode_and_emit(flight, result)
         at_ns = self.executor.settle(flight, drop)
-        if self._alone is not None and drop is None:
+        if self._alone is not None and drop in MADE:
             self._alone.append(_stage_times(flight, at_ns))
         self.close_flight(flight, drop, at_ns)
 
@@ -204,7 +207,7 @@ class Rank0Loop(Rank0):
 
 
 def _stage_times(flight: Flight, ended_ns: int) -> tuple[int, int, int]:
-    """Of an envelope that is emitted: A, B and C."""
+    """Of an envelope whose chunk was made: A, B and C."""
     record: EnvelopeRecord = flight.record
     begun, built, decoding = (stamp or 0 for stamp in (record.tA0, record.tA1, record.tDecode))
     return built - begun, record.B_ns or 0, ended_ns - decoding

@@ -299,9 +299,11 @@ def test_a_run_stopped_while_it_warms_is_no_log_that_lacks_lines(stopped_while_w
     ) in report.statements
 
 
-def test_one_rank_that_is_refused_for_its_lease_leaves_its_times(tmp_path: Path) -> None:
-    with Ranks(tmp_path, *BRIEF, "actions.lease_ms=12", world_size=1, judged=True) as ranks:
+@pytest.mark.parametrize("b_ms", [5, 14])  # within the lease; past it, each time
+def test_one_rank_that_is_refused_for_its_lease_leaves_its_times(tmp_path: Path, b_ms: int) -> None:
+    settings = (*BRIEF, "actions.lease_ms=12", f"policy.options.b_ms={b_ms}")
+    with Ranks(tmp_path, *settings, world_size=1, judged=True) as ranks:
         assert ranks.wait() == [30], ranks.output()
     assert "SHORT_LEASE: robots would hold" in ranks.exits()["0"]["reason"]
     told = json.loads((ranks.directory / "run.json").read_text())
-    assert told["standalone"]["B_ns"] >= 5_000_000
+    assert told["standalone"]["B_ns"] >= b_ms * 1_000_000
