@@ -43,7 +43,6 @@ class ForkedProcess:
         own_session: gives the process a session and a process group of its own.
         folder: where it runs.
         network: name of the network namespace that it enters.
-        cpus: those that it may use; all, if none is named.
     """
 
     def __init__(
@@ -56,7 +55,6 @@ class ForkedProcess:
         own_session: bool = False,
         folder: Path | None = None,
         network: str = "",
-        cpus: Sequence[int] = (),
     ) -> None:
         request = {
             "command": list(command),
@@ -66,7 +64,6 @@ class ForkedProcess:
             "own_session": own_session,
             "folder": os.path.abspath(folder or ""),
             "network": network,
-            "cpus": list(cpus),
             "path": sys.path,
         }
         self._name = command[0]
@@ -148,9 +145,7 @@ def forked_popen(
     stdin: int = subprocess.DEVNULL,
     start_new_session: bool = False,
 ) -> ForkedProcess:
-    """As ``subprocess.Popen`` of ``python [-m] PROGRAM``, of a forked process.
-
-    Before ``python`` may stand ``ip netns exec NAME`` or ``taskset -c CPU``.
+    """As ``subprocess.Popen`` of ``[ip netns exec NAME] python [-m] PROGRAM``, of a forked process.
 
     Launchers fork their ranks, too. A program that is bound to this process is not.
     """
@@ -166,9 +161,7 @@ def forked_popen(
     named, fd = isinstance(stdout.name, str), stdout.fileno()
     output = Path(stdout.name if named else f"/proc/{os.getpid()}/fd/{fd}")
     errors = output if isinstance(stderr, int) else Path(stderr.name)
-    is_pinned = command[0] == "taskset"
-    network = command[at - 1] if at and not is_pinned else ""
-    cpus = [int(command[at - 1])] if is_pinned else []
+    network = command[at - 1] if at else ""
     variables = os.environ if env is None else env
     return ForkedProcess(
         program,
@@ -177,7 +170,6 @@ def forked_popen(
         errors=errors,
         own_session=start_new_session,
         network=network,
-        cpus=cpus,
     )
 
 
