@@ -8,7 +8,7 @@ prints. The parts stand in their own files: ``segments`` (what is measured), ``s
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
 from itertools import chain, pairwise
 from typing import Final
@@ -18,6 +18,7 @@ from ppstream.analysis.audits import audit_all
 from ppstream.analysis.compiler_counts import compiled_parts_seen
 from ppstream.analysis.contention import alone
 from ppstream.analysis.device_times import clocks_seen, stages_on_device
+from ppstream.analysis.json_values import mapping_of
 from ppstream.analysis.lease import LeaseNeed, actions_ns, lease_of_bring_up, lease_of_service
 from ppstream.analysis.memory_use import memory_use
 from ppstream.analysis.period_model import (
@@ -227,14 +228,14 @@ def _last_step_ns(run: RunLog) -> int | None:
     None: nobody says, or robots ask for their chunks, which may begin at the answer.
     """
     dt_ns = actions_ns(run.config, "dt_ms")
-    horizon = _mapping(run.config.get("actions")).get("horizon")
+    horizon = mapping_of(run.config.get("actions")).get("horizon")
     if dt_ns is None or not isinstance(horizon, int) or is_on_request(run.config):
         return None
     return (horizon + 1) * dt_ns
 
 
 def _gate(run: RunLog, profile: str, budgets_ns: tuple[int | None, int | None]) -> Gate:
-    bringup = _mapping(run.config.get("bringup"))
+    bringup = mapping_of(run.config.get("bringup"))
     return Gate(profile, _overlap_min(bringup), *budgets_ns, _accept(bringup))
 
 
@@ -247,7 +248,7 @@ def _overlap_min(bringup: Json) -> float:
 
 
 def _policy(run: RunLog) -> PolicySeen | None:
-    table, digest = _mapping(run.config.get("policy")), run.manifest.get("weights_sha256")
+    table, digest = mapping_of(run.config.get("policy")), run.manifest.get("weights_sha256")
     found = table.get("target"), table.get("weights"), digest
     target, weights, sha256 = (text if isinstance(text, str) else None for text in found)
     return None if target is None else PolicySeen(target, weights, sha256)
@@ -255,7 +256,7 @@ def _policy(run: RunLog) -> PolicySeen | None:
 
 def _simulated_ms(run: RunLog) -> dict[str, float]:
     """Mean time that the configuration adds to stages of rank 0."""
-    added = _mapping(run.config.get("simulate"))
+    added = mapping_of(run.config.get("simulate"))
     found = {stage: added.get(f"{stage.lower()}_ms") for stage in "AC"}
     return {k: float(v) for k, v in found.items() if isinstance(v, int | float) and v}
 
@@ -269,7 +270,7 @@ def _accept(bringup: Json) -> tuple[str, ...]:
 def _input_source(run: RunLog, window: JudgedSpan) -> str:
     if window.phases != {BRING_UP}:
         return ""
-    bringup = _mapping(run.config.get("bringup"))
+    bringup = mapping_of(run.config.get("bringup"))
     return "recorded" if bringup.get("source") == "recording" else "synthetic"
 
 
@@ -291,7 +292,7 @@ def _machine(run: RunLog, window: JudgedSpan) -> Machine | None:
 
 def _thread_cpus(fields: Json, threads: Iterable[str]) -> dict[str, tuple[int, ...]]:
     """Of the threads that work at the same time; what is no list of CPUs is not known."""
-    listed = _mapping(fields.get("thread_cpus"))
+    listed = mapping_of(fields.get("thread_cpus"))
     found = {name: value for name in threads if isinstance(value := listed.get(name), list)}
     return {
         name: tuple(cpus)
@@ -382,7 +383,7 @@ def _lost_lines(run: RunLog) -> dict[str, str]:
 def _calls_by_rows(run: RunLog, ready: Iterable[Envelope]) -> dict[int, int] | None:
     """Calls of the policy with so many rows; None: all had the whole batch, or nobody says."""
     rows = [e.stage1.rows for e in ready if e.stage1 is not None and e.stage1.rows is not None]
-    counts, whole = Counter(rows), _mapping(run.config.get("batch")).get("rows")
+    counts, whole = Counter(rows), mapping_of(run.config.get("batch")).get("rows")
     return {n: counts[n] for n in sorted(counts)} if any(n != whole for n in counts) else None
 
 
@@ -449,7 +450,3 @@ def _lease_ns(run: RunLog) -> int:
     """So long a robot moves on without a new chunk; where nobody says, a second."""
     lease_ns = actions_ns(run.config, "lease_ms")
     return 1_000_000_000 if lease_ns is None else lease_ns
-
-
-def _mapping(value: object) -> Json:
-    return value if isinstance(value, Mapping) else {}

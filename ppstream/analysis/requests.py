@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
+from ppstream.analysis.json_values import mapping_of
 from ppstream.analysis.records import Envelope, Json, RobotRequests
 
 WINDOWS_MIN: Final = 20  # fewer show no habit
@@ -173,8 +174,7 @@ def is_on_request(config: Json) -> bool:
 
 def serves_robots(config: Json) -> bool:
     """True where robots may come; a recording holds for nothing."""
-    service = config.get("service")
-    table = service if isinstance(service, Mapping) else {}
+    table = mapping_of(config.get("service"))
     return table.get("recording") is None and table.get("endpoint", "") is not None
 
 
@@ -189,8 +189,7 @@ def has_streaming_robots(config: Json) -> bool:
 
 def window_period_ns(config: Json) -> float:
     """The period below which no new windows come, by the stated rates; 0: nothing states one."""
-    shape = config.get("pipeline")
-    table = shape if isinstance(shape, Mapping) else {}
+    table = mapping_of(config.get("pipeline"))
     paced = str(table.get("pacing")).partition(":")[2]
     streams = [s for s in _tables(config.get("streams")) if paced and s.get("name") == paced]
     rates = [table.get("tick_hz"), *(s.get("rate_hz") for s in (_reference(config), *streams))]

@@ -14,7 +14,7 @@ from ppstream.analysis.records import ENVELOPES, TOTAL, Envelope, Ledger, RunLog
 from ppstream.analysis.requests import is_on_request
 from ppstream.analysis.scores import between, stage_a_ns, stage_c_ns
 from ppstream.analysis.segments import ALONE, JudgedSpan
-from ppstream.core.errors import printable
+from ppstream.core.errors import counted, printable
 from ppstream.core.quantiles import quantiles
 
 FAULTS_MAX: Final = 16  # kinds that are shown
@@ -252,8 +252,8 @@ class ChunkGaps(NamedTuple):
         limit = f"the lease of {in_ms(self.limit_ns)} ms"
         if self.age_ns:
             limit = f"{in_ms(self.left_ns)} ms (lease less age)"
-        sessions = f"in {self.above} session{'s' * (self.above != 1)}"
-        return f"{sessions if self.is_by_session else self.above} above {limit}"
+        above = f"in {counted(self.above, 'session')}" if self.is_by_session else self.above
+        return f"{above} above {limit}"
 
 
 def chunk_gaps(
