@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from math import prod
-from pathlib import Path
 from typing import Final
 
 from ppstream import native
@@ -21,17 +20,15 @@ from ppstream.ingest.intake import build_intake, needs_of, rings_bytes
 from ppstream.ingest.sources import served_recording
 from ppstream.launch.auto_cut import AUTO
 from ppstream.launch.placement import Placement, RankPlan, place
-from ppstream.launch.requirements import collecting
+from ppstream.launch.requirements import collecting, file_problems
 from ppstream.links.device_link import AHEAD, slot_count
 from ppstream.links.headers import link_shape
 from ppstream.links.slots import LinkShape, SlotLayout
-from ppstream.observe.run_folder import check_root
 from ppstream.pipeline.stage_a import LONG_FRONT_MS
 from ppstream.policy.compatibility import build_decoder, build_parts, check_parts, places_of
 from ppstream.policy.parts import Place, blind_reads, name_of, specs_of
 from ppstream.policy.protocol import Policy
 from ppstream.report.formatting import size_text
-from ppstream.wire.keys import server_keys
 
 NAME_WIDTH: Final = 16
 
@@ -66,10 +63,7 @@ def describe(config: PipelineConfig, world_size: int, local_world_size: int | No
         else:
             places = places_of(config, specs_of(parts), inputs, inline=world_size == 1)
         needs_of(config, blind_reads(specs_of(parts)))
-    with collecting(found):
-        check_root(Path(config.log.root))
-    with collecting(found):
-        server_keys(config.service.secret_key, config.service.allowed_keys)
+    found += file_problems(config)
     with collecting(found):
         build_decoder(config)
     with collecting(found):

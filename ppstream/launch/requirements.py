@@ -78,6 +78,12 @@ def problems_here(config: PipelineConfig, ranks: int) -> list[str]:
     found = rank_problems(config, ranks, ranks)
     with collecting(found):
         place(config, ranks, ranks, has_peer_access=True)  # a rank knows whether it has
+    return found + file_problems(config)
+
+
+def file_problems(config: PipelineConfig) -> list[str]:
+    """Lists problems of the log's folder and of the keys of a run."""
+    found: list[str] = []
     with collecting(found):
         check_root(Path(config.log.root))
     with collecting(found):
