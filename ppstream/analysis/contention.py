@@ -27,6 +27,7 @@ MOVED_MAX: Final = 0.25  # of a stage alone, between both measurements
 MOVED_NS: Final = 1_000_000  # and at least so much
 PAIR_CLAIMED: Final = 0.5  # two resources whose stamps score this ran beside each other, they say
 PAIR_COST_MIN: Final = 1.25  # of the period, if they ran in turn: else there is little to tell
+PROVEN: Final = 1.1  # periods that work has to fill, in turn, before waits for a CPU count as well
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,7 @@ class Alone:
     stretch: dict[str, float]  # of stages that count: the run's time over the time alone
     moved: dict[str, float]  # the time alone behind bring-up over the one before; {}: one was made
     slower: dict[str, float]  # CPU time and sleep alone over what of it counts
+    ignores_waits: bool  # for a CPU: other programs may have caused them, but a lock may have, too
 
     @property
     def in_turn_ns(self) -> float:
@@ -79,12 +81,15 @@ def alone(run: RunLog, window: JudgedSpan, score: Primary, machine: Machine | No
     parts = _parts(window.measured, topology, ran)
     found = [_parts(lines, topology, ran) for lines in _lines_alone(run, window) if lines]
     slow, own = _own(parts, [one for one in found if one is not None], both, ran)
-    fair = _each(min, ran, _each(add, own, _waits(parts, own, score, topology, machine)))
+    waiting = _each(min, ran, _each(add, own, _waits(parts, own, score, topology, machine)))
+    worked = _resources(own, topology)
+    ignores_waits = waiting != own and sum(worked) < PROVEN * score.period_ns
+    fair = own if ignores_waits else waiting
     resources = _resources(fair, topology)
     return Alone(
         times=both,
         fair=fair,
-        s=_overlap(resources, _resources(ran, topology), score.period_ns, topology),
+        s=_overlap(resources, worked, _resources(ran, topology), score.period_ns, topology),
         slowest_ns=max(1.0, *resources),
         strict=score.period_ns / max(1.0, *_resources(both, topology)),
         stretch={
@@ -96,6 +101,7 @@ def alone(run: RunLog, window: JudgedSpan, score: Primary, machine: Machine | No
         if len(each) > 1
         else {},
         slower={k: slow.stages[k] / most for k, most in own.stages.items() if most > 0},
+        ignores_waits=ignores_waits,
     )
 
 
@@ -165,7 +171,9 @@ def _waits(
 
     Where the run's own threads would find CPUs enough, wherever each of them may run, that is as
     much as other programs used of these CPUs: a busy machine is no contention. Else it is nothing:
-    the threads wait for each other.
+    the threads wait for each other. Threads that take turns by a lock wait for a CPU, too: a thread
+    that gives the lock away may lose its CPU to the one it wakes. So these waits count only where
+    the work alone, ``PROVEN``, does not fit into the period in turn.
     """
     if ran is None or machine is None:
         return _scaled(own, 0.0)
@@ -229,16 +237,22 @@ def _resources(times: StageTimes, topology: Topology) -> tuple[float, ...]:
 
 
 def _overlap(
-    own: tuple[float, ...], ran: tuple[float, ...], period_ns: float, topology: Topology
+    fair: tuple[float, ...],
+    worked: tuple[float, ...],
+    ran: tuple[float, ...],
+    period_ns: float,
+    topology: Topology,
 ) -> float | None:
     """Of the whole, or of two resources whose stamps claim more than their times alone give."""
-    found = [_turns_overlap(own, own, period_ns)]
-    if len(own) > 2:
-        for one, other in combinations(range(len(own)), 2):
-            if topology.device_stamped and one < len(own) - topology.places:
+    found = [_turns_overlap(fair, fair, period_ns)]
+    if len(fair) > 2:
+        for one, other in combinations(range(len(fair)), 2):
+            if topology.device_stamped and one < len(fair) - topology.places:
                 continue  # A and C share what ``gpu0`` stands for
             claimed = _turns_overlap(ran, (ran[one], ran[other]), period_ns)
             if claimed is not None and claimed >= PAIR_CLAIMED:
+                is_proven = worked[one] + worked[other] >= PROVEN * period_ns
+                own = fair if is_proven else worked
                 found.append(_turns_overlap(own, (own[one], own[other]), period_ns))
     return min((s for s in found if s is not None), default=None)
 

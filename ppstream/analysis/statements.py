@@ -265,10 +265,16 @@ def _contended(f: Diagnosis) -> str:
         return ""
     stretch = ", ".join(f"{_stage(f, k)} {ratio:.2f}" for k, ratio in alone.stretch.items())
     score = "undefined" if alone.s is None else f"{alone.s:.2f}"
+    unproven = (
+        "; their work alone fits into the period in turn, so that waits for a CPU prove nothing: "
+        "end other programs, or give the run CPUs of its own"
+    )
     return (
         f"overlap from the isolated stage times is {score}, limit {f.gate.overlap_min:.2f}: "
         f"in the run {stretch} x their isolated time; a stretched stage waits inside for a CPU, a "
         "lock, the interpreter or a device that another thread uses"
+        + unproven
+        * alone.ignores_waits
     )
 
 

@@ -229,9 +229,10 @@ def unbalanced() -> GoldenRun:
 
 
 def busy(**more: Any) -> GoldenRun:
-    """Every stage waits 5 ms for a CPU, which was not so when it was alone."""
-    golden = alone(simulate(stages(2, 15, 9)), 1, 10, 4).tell(machine(2, **more))
-    return cpu(golden, 4, 10, 5, delay_a_ns=1)
+    """B and C wait 3 ms for a CPU, A one, which was not so when they were alone."""
+    golden = simulate(stages(2, 15, 9)).set("config.bringup.overlap_min", 0.7)
+    alone(golden, 1, 12, 6).tell(machine(2, **more))
+    return cpu(golden, 6, 12, 3, delay_a_ns=1)
 
 
 def locked(b: float = 21, c: float = 20, late: float = 0) -> GoldenRun:
