@@ -8,9 +8,6 @@ VENV := .venv
 # pip shows its progress to people; a log gets what fails.
 QUIET := $(shell test -t 2 || echo --quiet)
 BIN := $(VENV)/bin
-# Runs whose stages only seem to overlap; they want the machine for themselves.
-CONTENTION := one-cpu shared-lock lock-beside-others one-cpu-of-two slower-alone one-interpreter \
-	worse-service
 # A file in one process. Tests with ranks of their own wait most of their time, the others compute.
 BESIDE := --dist loadfile --no-loadscope-reorder --max-worker-restart 0 -n
 RANKS := -m 'multirank and not alone' -o cache_dir=.pytest_cache/ranks tests/multirank \
@@ -78,7 +75,7 @@ check-docs: $(VENV)/.dev
 	$(PYTEST) --dist loadfile tests/docs -n 2
 
 check-gate: $(VENV)/.dev
-	$(BIN)/python tools/drill/fault_drill.py --only $(CONTENTION)
+	$(PYTEST) -m 'not alone' tests/gate
 
 check-native: $(VENV)/.dev
 	$(BIN)/python tools/dev/check_core.py

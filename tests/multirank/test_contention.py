@@ -1,6 +1,6 @@
 """Real runs whose stages only seem to run beside each other, and reports that must not believe.
 
-Contention for the CPUs, a lock or the interpreter is injected by ``make check-gate``.
+Contention for the CPUs, a lock or the interpreter is injected in ``tests/gate``.
 """
 
 from __future__ import annotations

@@ -195,6 +195,7 @@ def _run(
     own_session: bool,
     folder: str,
     network: str,
+    cpus: list[int],
     path: list[str],
 ) -> None:
     """What a ``ForkedProcess`` is."""
@@ -202,6 +203,8 @@ def _run(
         os.setsid()
     if network:
         _enter(network)
+    if cpus:
+        os.sched_setaffinity(0, cpus)
     for name, stream in ((output, sys.stdout), (errors, sys.stderr)):
         with open(name, "a") as file:
             os.dup2(file.fileno(), stream.fileno())

@@ -43,6 +43,7 @@ class ForkedProcess:
         own_session: gives the process a session and a process group of its own.
         folder: where it runs.
         network: name of the network namespace that it enters.
+        cpus: those that it may use; all, if none is named.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class ForkedProcess:
         own_session: bool = False,
         folder: Path | None = None,
         network: str = "",
+        cpus: Sequence[int] = (),
     ) -> None:
         request = {
             "command": list(command),
@@ -64,6 +66,7 @@ class ForkedProcess:
             "own_session": own_session,
             "folder": os.path.abspath(folder or ""),
             "network": network,
+            "cpus": list(cpus),
             "path": sys.path,
         }
         self._name = command[0]
@@ -145,7 +148,9 @@ def forked_popen(
     stdin: int = subprocess.DEVNULL,
     start_new_session: bool = False,
 ) -> ForkedProcess:
-    """As ``subprocess.Popen`` of ``[ip netns exec NAME] python [-m] PROGRAM``, of a forked process.
+    """As ``subprocess.Popen`` of ``python [-m] PROGRAM``, of a forked process.
+
+    Before ``python`` may stand ``ip netns exec NAME`` or ``taskset -c CPU``.
 
     Launchers fork their ranks, too. A program that is bound to this process is not.
     """
@@ -161,7 +166,9 @@ def forked_popen(
     named, fd = isinstance(stdout.name, str), stdout.fileno()
     output = Path(stdout.name if named else f"/proc/{os.getpid()}/fd/{fd}")
     errors = output if isinstance(stderr, int) else Path(stderr.name)
-    network = command[at - 1] if at else ""
+    is_pinned = command[0] == "taskset"
+    network = command[at - 1] if at and not is_pinned else ""
+    cpus = [int(command[at - 1])] if is_pinned else []
     variables = os.environ if env is None else env
     return ForkedProcess(
         program,
@@ -170,6 +177,7 @@ def forked_popen(
         errors=errors,
         own_session=start_new_session,
         network=network,
+        cpus=cpus,
     )
 
 
