@@ -27,8 +27,7 @@ class AsyncRobotClient:
     """Wraps a client that is not connected yet; entering connects it, leaving closes it.
 
     One task iterates ``chunks``; everything else may be called from any task of that event loop,
-    and ``push`` from any thread. The client's own ``on_chunk`` is called as before. A client that
-    asks for the contract waits where it is made: state streams and actions, or make it in a thread.
+    and ``push`` from any thread. The client's own ``on_chunk`` is called as before.
     """
 
     def __init__(self, client: RobotClient) -> None:

@@ -8,27 +8,28 @@ from __future__ import annotations
 
 import os
 import threading
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from ppstream.core.clock import NS_PER_MS, NS_PER_S, Clock, limit_ns, now_ns
 from ppstream.core.errors import PpstreamError
 from ppstream.robot.answer import Answer, Asking
 from ppstream.robot.connection import CLOSED, RobotLink
-from ppstream.robot.contract import ask_contract, check_contract, streams_of
+from ppstream.robot.contract import Declarations, ask_contract
 from ppstream.robot.feedback import Feedback
-from ppstream.robot.outbox import Batch, Outbox, Stream, Values
+from ppstream.robot.outbox import Batch, Stream, Values
 from ppstream.robot.rehearsal import AskRehearsal
 from ppstream.robot.session import RobotSession
-from ppstream.robot.statistics import ClientStatistics
+from ppstream.robot.statistics import ClientCounts, ClientStatistics
 from ppstream.robot.timeline import ActionTimeline
-from ppstream.robot.told_wait import Say, wait_executable, wait_open
+from ppstream.robot.told_wait import Say, wait_conditioned, wait_executable, wait_open
 from ppstream.wire.keys import ClientKeys
 from ppstream.wire.robot_messages import ActionChunk, Conditioned, Described, ResetRequest, Samples
 
 if TYPE_CHECKING:
     from ppstream.robot.fleet_directory import FleetDirectory
+
+CONTRACT_S: Final = 10.0  # who asks before ``connect`` waits so long
 
 
 class RobotClient:
@@ -37,17 +38,15 @@ class RobotClient:
     All methods may be called from any thread; a closed client cannot be used again. An exception
     on the receiving thread, such as one of ``on_chunk``, ends the thread: it is logged, ``failure``
     has its traceback, and each call that needs the thread raises, also ``timeline.action_at``.
-    ``contract`` is what the server said of itself; None: everything was stated, and ``connect``
-    has the server compare it.
 
     Args:
         endpoint: where rank 0 listens, ``unix://PATH`` on this host, or ``tcp://HOST:PORT``.
         robot: a name for people and logs, of one robot at a time.
         streams: ``(name, dim)`` or ``(name, dim, dtype)``, every stream of the configuration; of a
             camera ``(name, (height, width, 3), "uint8")``: ``push`` takes its frames. None: as the
-            server describes them, in any phase; ``contract`` has its answer.
+            server describes them, in any phase; ``connect`` asks it, within its limit.
         actions: action names in the order of a chunk's columns; None: as the server describes them.
-        contract_s: how long the constructor waits for that answer; ``connect`` waits apart.
+        contract_s: ask in the constructor, for so long, and raise as ``contract``; None: later.
         batch_ms: gather samples this long before they are sent; 0: the caller sends each at once.
         blend_ms: how long a newer chunk takes to replace the one before; 0: at once.
         max_age_ms: execute no action later than this after its window's end, though its lease may
@@ -59,9 +58,6 @@ class RobotClient:
 
     Raises:
         SpecError: streams or names cannot be declared so, or ``max_age_ms`` is not above 0.
-        ConfigError: the endpoint is malformed, and the server was to be asked.
-        HandshakeError: the server's answer differs from what is stated, or it has none to give.
-        PeerLostError: no answer in time.
     """
 
     def __init__(
@@ -71,7 +67,7 @@ class RobotClient:
         robot: str = "robot",
         streams: Sequence[Stream] | None = None,
         actions: Sequence[str] | None = None,
-        contract_s: float = 10.0,
+        contract_s: float | None = None,
         batch_ms: float = 0.0,
         blend_ms: float = 0.0,
         max_age_ms: float | None = None,
@@ -80,12 +76,9 @@ class RobotClient:
         real_time: bool = True,
         keys: ClientKeys | None = None,
     ) -> None:
-        self.contract: Described | None = None
-        if streams is None or actions is None:
-            self.contract = ask_contract(endpoint, keys, contract_s)
-            streams = streams_of(self.contract) if streams is None else streams
-            actions = self.contract.actions if actions is None else actions
-        self.timeline = ActionTimeline(len(actions), blend_ms=blend_ms, max_age_ms=max_age_ms)
+        self._declared = Declarations(streams, actions, round(batch_ms * NS_PER_MS))
+        self._outbox, names = self._declared.outbox, self._declared.actions
+        self.timeline = ActionTimeline(len(names), blend_ms=blend_ms, max_age_ms=max_age_ms)
         self.clock = clock
         self.timeline.is_ready = lambda: self._session.executable
         self.timeline.on_trouble = self._hurry
@@ -93,13 +86,10 @@ class RobotClient:
         self._endpoint = endpoint
         self._keys = keys
         self._directory: FleetDirectory | None = None
-        self._outbox = Outbox(streams, round(batch_ms * NS_PER_MS))
-        if self.contract is not None:
-            check_contract(endpoint, self.contract, self._outbox.declarations, actions)
         self._session = RobotSession(
             robot,
             self._outbox.declarations,
-            tuple(actions),
+            names,
             real_time=real_time,
             on_open=self._feedback.adopt,
         )
@@ -111,9 +101,9 @@ class RobotClient:
         self._asked: Asking | None = None
         self.counts_answers = True  # as executed; False: who asks says so, by ``executed``
         self._rehearsal = AskRehearsal(self._session, self.timeline)
-        self._counting = threading.Lock()
-        self._sent = self._unsent = 0
-        self._dropped: Counter[str] = Counter()
+        self._counts = ClientCounts()
+        if contract_s is not None:
+            self._learn(contract_s)
 
     @classmethod
     def from_fleet(
@@ -125,6 +115,7 @@ class RobotClient:
         PeerLostError, too: no pipeline was named within ``find_s``.
         """
         place = directory.wait(find_s)
+        options = {"contract_s": CONTRACT_S, **options}  # what is named serves
         client = cls(place.endpoint, robot=directory.robot, keys=place.keys, **options)
         client._directory = directory
         return client
@@ -132,9 +123,10 @@ class RobotClient:
     def connect(self, timeout_s: float = 10.0, *, say: Say | None = None) -> None:
         """Open a session. From then on the client reconnects by itself, as a new session.
 
-        After an error the client retries in the background until it is closed; call again to wait
-        for the session. Ranks that load a policy for minutes answer nobody until then: allow as
-        long, and have ``say``, such as ``print``, told after 2 s what is waited for.
+        After an error the client retries in the background until it is closed, once it has what it
+        did not state; call again to wait for the session. Ranks that load a policy for minutes
+        answer nobody until then: allow as long, and have ``say``, such as ``print``, told after 2 s
+        what is waited for.
 
         Raises:
             HandshakeError: the server refuses this robot for good; the message is the difference.
@@ -143,9 +135,12 @@ class RobotClient:
             PpstreamError: the client was closed.
             ReceiverEndedError: the receiving thread ended by an exception.
         """
+        if not self._declared.is_known:
+            began_ns = now_ns()
+            self._learn(timeout_s, say)
+            timeout_s -= round((now_ns() - began_ns) / NS_PER_S, 3)
         with self._linking:
-            if self.timeline.is_closed:
-                raise PpstreamError(CLOSED)
+            self._refuse_closed()
             if self._link is None:
                 callbacks = (self._merge, self._turn, self._fail)
                 self._link = RobotLink(
@@ -154,6 +149,15 @@ class RobotClient:
                 self._link.directory = self._directory
                 self._link.start()
         wait_open(self._link, timeout_s, say)
+
+    @property
+    def contract(self) -> Described | None:
+        """Answer of the server to what was not stated; None: all was, and ``connect`` compares it.
+
+        Before ``connect`` the server is asked here, for 10 s at most; errors as ``connect``.
+        """
+        self._learn(CONTRACT_S)
+        return self._declared.run
 
     @property
     def session(self) -> int:
@@ -322,16 +326,7 @@ class RobotClient:
             PpstreamError: ``connect`` was not called.
             ReceiverEndedError: the receiving thread ended by an exception.
         """
-        link = self._living_link()
-
-        def given() -> Conditioned | None:
-            answer = self.conditioned
-            return answer if answer and answer.conditioning_epoch >= epoch else None
-
-        with link.changed:
-            link.changed.wait_for(lambda: given() or link.is_ended, limit_ns(timeout_s) / NS_PER_S)
-        link.raise_failure()
-        return given()
+        return wait_conditioned(self._living_link(), epoch, timeout_s)
 
     def executed(self, chunk: ActionChunk, at_ns: int) -> bool:
         """Tell that the first action of ``chunk`` was executed at ``at_ns``, the robot's clock.
@@ -359,24 +354,13 @@ class RobotClient:
 
     def statistics(self) -> ClientStatistics:
         self._feedback.collect()
-        age, dispatch = self._feedback.quantiles()
-        session = self._session
-        with self._counting:
-            return ClientStatistics(
-                session=session.session,
-                phase=session.phase,
-                phase_text=session.phase_text,
-                failure=self.failure,
-                sessions_opened=session.opened,
-                reconnecting=session.reconnecting(),
-                sent=self._sent,
-                unsent=self._unsent,
-                undecodable=self._link.undecodable if self._link else 0,
-                dropped=dict(self._dropped),
-                timeline=self.timeline.statistics(),
-                age=age,
-                dispatch=dispatch,
-            )
+        return self._counts.statistics(
+            self._session,
+            self.timeline.statistics(),
+            self._feedback.quantiles(),
+            failure=self.failure,
+            undecodable=self._link.undecodable if self._link else 0,
+        )
 
     def close(self) -> None:
         """Send what is gathered, say goodbye, release the socket. Twice is fine.
@@ -405,6 +389,22 @@ class RobotClient:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _learn(self, limit_s: float, say: Say | None = None) -> None:
+        """Ask the server for what was not stated, if anything."""
+        if self._declared.is_known:
+            return
+        run = ask_contract(self._endpoint, self._keys, limit_s, say=say, look=self._refuse_closed)
+        with self._linking:
+            if not self._declared.is_known:  # else another thread asked, too
+                self._declared.complete(self._endpoint, run)
+                self._outbox = self._declared.outbox
+                self._session.declare(self._outbox.declarations, self._declared.actions)
+                self.timeline.dim = len(self._declared.actions)
+
+    def _refuse_closed(self) -> None:
+        if self.timeline.is_closed:
+            raise PpstreamError(CLOSED)
 
     def _connected_link(self) -> RobotLink:
         if self._link is None:
@@ -440,8 +440,7 @@ class RobotClient:
                 self.on_chunk(chunk)
 
     def _drop(self, link: RobotLink, chunk: ActionChunk, reason: str) -> None:
-        with self._counting:
-            self._dropped[reason] += 1
+        self._counts.add_dropped(reason)
         if reason == "closed":
             self._feedback.unread(chunk)
             self._feedback.send_reports(link.send)
@@ -489,9 +488,7 @@ class RobotClient:
                 sent += batch.samples
             else:
                 unsent += batch.samples
-        with self._counting:
-            self._sent += sent
-            self._unsent += unsent
+        self._counts.add_samples(sent, unsent)
         if sent:
             self._session.on_sent(now)
         if unsent and session:

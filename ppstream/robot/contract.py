@@ -5,13 +5,14 @@ A connection of its own, closed behind the answer. It declares nothing, and no r
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from ppstream.core.clock import NS_PER_MS, NS_PER_S, limit_ns, now_ns
 from ppstream.core.errors import HandshakeError, PeerLostError
 from ppstream.core.waiter import Waiter
-from ppstream.robot.outbox import Stream
+from ppstream.robot.outbox import Outbox, Stream
+from ppstream.robot.told_wait import LOOK_NS, Say, Told
 from ppstream.wire.contract import differences
 from ppstream.wire.fields import DECODE_ERRORS, WIRE_MAJOR, WIRE_MINOR, encoder
 from ppstream.wire.keys import ClientKeys
@@ -22,7 +23,6 @@ from ppstream.wire.robot_messages import (
     Lost,
     Ping,
     Refused,
-    StreamDeclaration,
     to_robot,
 )
 from ppstream.wire.transports import connect_client
@@ -33,8 +33,62 @@ UNKNOWN_AFTER: Final = 3  # pings answered behind questions that were not: the s
 STATE_THEM: Final = "upgrade ppstream there, or state streams and actions"
 
 
-def ask_contract(endpoint: str, keys: ClientKeys | None, timeout_s: float) -> Described:
+class Declarations:
+    """Streams and actions of one robot: as it states them, else as the server describes them.
+
+    Args:
+        streams: ``RobotClient``'s; None: for the server to say, as ``actions``.
+        batch_ns: the outbox's.
+
+    Attributes:
+        outbox: of the streams, and ``actions`` the names; empty where they are not known yet.
+        is_known: nothing is left for the server to say.
+        run: the server's description; None: it was not asked.
+
+    Raises:
+        SpecError: as ``Outbox``.
+    """
+
+    def __init__(
+        self, streams: Sequence[Stream] | None, actions: Sequence[str] | None, batch_ns: int
+    ) -> None:
+        self._stated = streams, actions
+        self._batch_ns = batch_ns
+        self.outbox = Outbox(streams or (), batch_ns)
+        self.actions = tuple(actions or ())
+        self.is_known = streams is not None and actions is not None
+        self.run: Described | None = None
+
+    def complete(self, endpoint: str, run: Described) -> None:
+        """Take from ``run`` what was not stated.
+
+        Raises:
+            HandshakeError: it differs from what was, with a line for each difference.
+        """
+        streams, actions = self._stated
+        outbox = Outbox(streams_of(run) if streams is None else streams, self._batch_ns)
+        names = run.actions if actions is None else tuple(actions)
+        if lines := differences(run, outbox.declarations, names):
+            raise HandshakeError("\n  ".join([f"{endpoint}: another contract", *lines]))
+        self.outbox, self.actions, self.run, self.is_known = outbox, names, run, True
+
+
+def streams_of(run: Described) -> tuple[Stream, ...]:
+    """Returns the streams of a contract as ``RobotClient`` takes them; cameras send raw frames."""
+    return tuple((stream.name, stream.shape, stream.dtype) for stream in run.streams)
+
+
+def ask_contract(
+    endpoint: str,
+    keys: ClientKeys | None,
+    timeout_s: float,
+    *,
+    say: Say | None = None,
+    look: Callable[[], None] = lambda: None,
+) -> Described:
     """Returns the contract of the run at ``endpoint``, whatever its phase.
+
+    ``say`` as in ``Told``; ``look`` is called every ``LOOK_NS``, and what it raises ends the wait.
 
     Raises:
         ConfigError: the endpoint is malformed, or on another host and there are no keys.
@@ -47,33 +101,23 @@ def ask_contract(endpoint: str, keys: ClientKeys | None, timeout_s: float) -> De
     socket.wake = waiter.wake
     question = _Question(endpoint, socket)
     until_ns = now_ns() + limit_ns(timeout_s)
+    told = Told(say, endpoint)
     try:
         while (now := now_ns()) < until_ns:
+            look()
             question.send_due(now)
             if (contract := question.answer()) is not None:
                 return contract
-            waiter.wait(min(until_ns, question.due_ns) - now_ns())
+            told.tell(f"{question.lacks}, its ranks may still start", now)
+            waiter.wait(min(until_ns - now, question.due_ns - now, LOOK_NS))
     finally:
         waiter.close()
         socket.close()
     raise PeerLostError(
         f"{endpoint}: no contract: {question.lacks} within {timeout_s:g} s; start the run, and let "
-        "it admit this robot's user or key; for ranks that load for longer pass contract_s=600, as "
-        "connect()'s limit counts from later on, or state streams and actions"
+        "it admit this robot's user or key; for ranks that load for longer allow more, as "
+        "connect(600) does, or state streams and actions"
     )
-
-
-def check_contract(
-    endpoint: str, run: Described, streams: Sequence[StreamDeclaration], actions: Sequence[str]
-) -> None:
-    """Raises HandshakeError with a line for each difference from what the robot declares."""
-    if lines := differences(run, streams, actions):
-        raise HandshakeError("\n  ".join([f"{endpoint}: another contract", *lines]))
-
-
-def streams_of(run: Described) -> tuple[Stream, ...]:
-    """Returns the streams of a contract as ``RobotClient`` takes them; cameras send raw frames."""
-    return tuple((stream.name, stream.shape, stream.dtype) for stream in run.streams)
 
 
 class _Question:

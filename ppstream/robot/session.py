@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Final
 
 import msgspec
@@ -15,8 +16,8 @@ from ppstream.core.clock import NS_PER_MS, NS_PER_S
 from ppstream.core.durations import Durations
 from ppstream.core.errors import MAX_TEXT, SpecError, printable
 from ppstream.core.phases import SERVING
+from ppstream.core.quantiles import Quantiles
 from ppstream.robot.sample_rates import SampleRates
-from ppstream.robot.statistics import Reconnecting
 from ppstream.wire.fields import MAX_NAME, WIRE_MAJOR, WIRE_MINOR, encoder
 from ppstream.wire.robot_messages import (
     ActionChunk,
@@ -43,6 +44,21 @@ HOPELESS: Final = frozenset({"version", "contract"})  # asking again does not he
 UNSENDABLE: Final = (msgspec.ValidationError, UnicodeEncodeError)  # too long, or not UTF-8
 
 
+@dataclass(frozen=True, slots=True)
+class Reconnecting:
+    """State of a client that reconnects.
+
+    ``attempts``: Hellos since it lost its session; 0 while it has one. ``pause_ns``: the present
+    pause between two of them. ``refusal``: the last answer, if it was one. ``outage``: from
+    noticing a loss to the new session, over all losses.
+    """
+
+    attempts: int
+    pause_ns: int
+    refusal: str | None
+    outage: Quantiles
+
+
 class RobotSession:
     """Identity of this robot, and the session it holds (``session`` 0: none).
 
@@ -63,13 +79,8 @@ class RobotSession:
         on_open: Callable[[Welcome], None] | None = None,
     ) -> None:
         self.conditioned: Conditioned | None = None  # what the server last said of an instruction
-        self._hello = Hello(WIRE_MAJOR, WIRE_MINOR, robot, streams, actions, real_time=real_time)
-        try:
-            from_robot.decode(encoder.encode(self._hello))
-        except UNSENDABLE as error:
-            raise SpecError(
-                f"{self._hello} cannot be sent: {error}; names have 1 to {MAX_NAME} characters"
-            ) from error
+        self._hello = Hello(WIRE_MAJOR, WIRE_MINOR, robot, (), (), real_time=real_time)
+        self.declare(streams, actions)
         self.real_time = real_time
         self.session = 0
         self.session_epoch = 0
@@ -94,6 +105,17 @@ class RobotSession:
         self._is_told = True  # the server knows the newest instruction
         self._tell_ns = 0  # else: when it is told
         self._ping_ns = NS_PER_S
+
+    def declare(self, streams: tuple[StreamDeclaration, ...], actions: tuple[str, ...]) -> None:
+        """From the next Hello on these are the robot's. Raises SpecError as the constructor."""
+        hello = msgspec.structs.replace(self._hello, streams=streams, actions=actions)
+        try:
+            from_robot.decode(encoder.encode(hello))
+        except UNSENDABLE as error:
+            raise SpecError(
+                f"{hello} cannot be sent: {error}; names have 1 to {MAX_NAME} characters"
+            ) from error
+        self._hello = hello
 
     @property
     def executable(self) -> bool:

@@ -1,10 +1,11 @@
-"""Counts of a RobotClient as one record, and the line of it that people read.
+"""Counts of a RobotClient, running and as one record, and the line of it that people read.
 
 What an ActionTimeline counts, and the records it shows; plain numbers, nothing is decided.
 """
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -12,6 +13,7 @@ from typing import NamedTuple
 from ppstream.core.clock import NS_PER_MS
 from ppstream.core.quantiles import Quantiles
 from ppstream.robot.chunk_playback import ChunkOutcome
+from ppstream.robot.session import Reconnecting, RobotSession
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,21 +165,6 @@ class TimelineCounts:
 
 
 @dataclass(frozen=True, slots=True)
-class Reconnecting:
-    """State of a client that reconnects.
-
-    ``attempts``: Hellos since it lost its session; 0 while it has one. ``pause_ns``: the present
-    pause between two of them. ``refusal``: the last answer, if it was one. ``outage``: from
-    noticing a loss to the new session, over all losses.
-    """
-
-    attempts: int
-    pause_ns: int
-    refusal: str | None
-    outage: Quantiles
-
-
-@dataclass(frozen=True, slots=True)
 class ClientStatistics:
     """Counts since the start; ``age`` is observation to action, in the robot's clock.
 
@@ -219,3 +206,50 @@ class ClientStatistics:
         refused = ", ".join(f"{count} {why}" for why, count in timeline.refused.items() if count)
         chunks = f"; of {timeline.received} chunks refused: {refused}" if refused else ""
         return f"{state}; {age}; {timeline.oldest_text()}{chunks}"
+
+
+class ClientCounts:
+    """The running counts of ``ClientStatistics`` that nobody else keeps; for any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._sent = self._unsent = 0
+        self._dropped: Counter[str] = Counter()
+
+    def add_samples(self, sent: int, unsent: int) -> None:
+        with self._lock:
+            self._sent += sent
+            self._unsent += unsent
+
+    def add_dropped(self, reason: str) -> None:
+        """A chunk was dropped."""
+        with self._lock:
+            self._dropped[reason] += 1
+
+    def statistics(
+        self,
+        session: RobotSession,
+        timeline: TimelineStatistics,
+        times: tuple[Quantiles, Quantiles],
+        *,
+        failure: str | None,
+        undecodable: int,
+    ) -> ClientStatistics:
+        """A copy, with what others count; ``times``: age and dispatch."""
+        age, dispatch = times
+        with self._lock:
+            return ClientStatistics(
+                session=session.session,
+                phase=session.phase,
+                phase_text=session.phase_text,
+                failure=failure,
+                sessions_opened=session.opened,
+                reconnecting=session.reconnecting(),
+                sent=self._sent,
+                unsent=self._unsent,
+                undecodable=undecodable,
+                dropped=dict(self._dropped),
+                timeline=timeline,
+                age=age,
+                dispatch=dispatch,
+            )

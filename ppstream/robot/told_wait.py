@@ -1,4 +1,4 @@
-"""Waits of a robot: for a session, and for a phase in which it may move.
+"""Waits of a robot: for a session, for a phase in which it may move, for an answer.
 
 A wait tells whoever wants to know what it waits for.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from threading import Condition
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 
 from ppstream.core.clock import NS_PER_MS, NS_PER_S, limit_ns, now_ns
 from ppstream.core.errors import HandshakeError, PeerLostError
@@ -17,6 +17,7 @@ from ppstream.wire.endpoints import unix_path
 
 if TYPE_CHECKING:
     from ppstream.robot.connection import RobotLink
+    from ppstream.wire.robot_messages import Conditioned
 
 SILENT_NS: Final = 2 * NS_PER_S  # no shorter wait is worth a word
 SAID_NS: Final = 10 * NS_PER_S  # between two words on the same wait
@@ -26,12 +27,26 @@ GONE_NS: Final = NS_PER_S  # nobody listens for so long where a run did: it has 
 Say = Callable[[str], object]  # such as print
 
 
-class Told(NamedTuple):
-    """Names who is told of a wait, and what."""
+class Told:
+    """Tells of one wait after 2 s, when the reason changes, and each 10 s.
 
-    say: Say | None  # None: nobody
-    whom: str  # is waited for
-    why: Callable[[], str]  # it is not over; called with the condition held
+    Args:
+        say: is called with the words; None: nobody is told.
+        whom: is waited for.
+    """
+
+    def __init__(self, say: Say | None, whom: str) -> None:
+        self._say, self._whom = say, whom
+        self._began_ns = now_ns()
+        self._said, self._due_ns = "", self._began_ns + SILENT_NS
+
+    def tell(self, why: str, now_ns: int) -> None:
+        """Says why the wait is not over, if that is due; call it every ``LOOK_NS``."""
+        waited_ns = now_ns - self._began_ns
+        is_due = why != self._said or now_ns >= self._due_ns
+        if self._say is not None and waited_ns >= SILENT_NS and is_due:
+            self._say(f"waiting for {self._whom}: {why} ({waited_ns // NS_PER_S} s)")
+            self._said, self._due_ns = why, now_ns + SAID_NS
 
 
 def wait_open(link: RobotLink, timeout_s: float, say: Say | None = None) -> None:
@@ -56,7 +71,7 @@ def wait_open(link: RobotLink, timeout_s: float, say: Say | None = None) -> None
     def is_over() -> bool:
         return bool(session.session or session.is_hopeless or link.is_ended)
 
-    wait_for(link.changed, is_over, timeout_s, Told(say, link.endpoint, why_not))
+    wait_for(link.changed, is_over, timeout_s, Told(say, link.endpoint), why_not)
     with link.changed:
         is_open, refused = session.session != 0, session.refused
     link.raise_end()
@@ -109,7 +124,7 @@ def wait_executable(link: RobotLink, timeout_s: float | None, say: Say | None = 
         is_held = session.session != 0
         return f"the run is {session.phase}" if is_held else f"no session, it was {session.phase}"
 
-    wait_for(link.changed, is_over, timeout_s, Told(say, link.endpoint, why_not))
+    wait_for(link.changed, is_over, timeout_s, Told(say, link.endpoint), why_not)
     link.raise_end()
     if not session.executable and (found := end()):
         raise PeerLostError(
@@ -120,26 +135,42 @@ def wait_executable(link: RobotLink, timeout_s: float | None, say: Say | None = 
 
 
 def wait_for(
-    changed: Condition, is_over: Callable[[], bool], timeout_s: float | None, told: Told
+    changed: Condition,
+    is_over: Callable[[], bool],
+    timeout_s: float | None,
+    told: Told,
+    why_not: Callable[[], str],
 ) -> None:
     """Wait until ``is_over()``, looked at whenever ``changed``, and now and then.
 
-    For at most ``timeout_s``; None: without limit.
-
-    ``told.say`` is called after 2 s, when the reason changes, and each 10 s.
+    For at most ``timeout_s``; None: without limit. ``told`` has ``why_not()``, which is called with
+    the condition held.
     """
-    began_ns = now_ns()
-    until_ns = None if timeout_s is None else began_ns + limit_ns(timeout_s)
-    said, due_ns = "", began_ns + SILENT_NS
+    until_ns = None if timeout_s is None else now_ns() + limit_ns(timeout_s)
     while True:
         left_ns = LOOK_NS if until_ns is None else min(LOOK_NS, until_ns - now_ns())
         with changed:
             if changed.wait_for(is_over, max(0, left_ns) / NS_PER_S):
                 return
-            why = told.why()
+            why = why_not()
         now = now_ns()
         if until_ns is not None and now >= until_ns:
             return
-        if told.say is not None and now - began_ns >= SILENT_NS and (why != said or now >= due_ns):
-            told.say(f"waiting for {told.whom}: {why} ({(now - began_ns) // NS_PER_S} s)")
-            said, due_ns = why, now + SAID_NS
+        told.tell(why, now)
+
+
+def wait_conditioned(link: RobotLink, epoch: int, timeout_s: float) -> Conditioned | None:
+    """Wait for the answer to the instruction ``epoch``, or a newer; None: late, or closed.
+
+    Raises:
+        ReceiverEndedError: the link's thread ended by an exception.
+    """
+
+    def given() -> Conditioned | None:
+        answer = link.session.conditioned
+        return answer if answer and answer.conditioning_epoch >= epoch else None
+
+    with link.changed:
+        link.changed.wait_for(lambda: given() or link.is_ended, limit_ns(timeout_s) / NS_PER_S)
+    link.raise_failure()
+    return given()

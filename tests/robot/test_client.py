@@ -27,7 +27,7 @@ from robot_rig import (
     wait_until,
 )
 
-from ppstream.core.clock import NS_PER_S, now_ns
+from ppstream.core.clock import NS_PER_S, limit_ns, now_ns
 from ppstream.core.errors import (
     HandshakeError,
     PeerLostError,
@@ -845,7 +845,12 @@ def test_whoever_waits_for_an_answer_to_a_text_learns_that_the_receiving_thread_
         client = make_client(server.sessions.endpoint, on_chunk=fail)
         client.connect()
         client.push("joints", now_ns(), [1, 2, 3])
-        monkeypatch.setattr(RobotClient, "conditioned", property(lambda _: waits.set()))
+
+        def limit_of_a_wait(timeout_s: float) -> int:
+            waits.set()  # whoever waits holds what the end has to have
+            return limit_ns(timeout_s)
+
+        monkeypatch.setattr("ppstream.robot.told_wait.limit_ns", limit_of_a_wait)
         with pytest.raises(ReceiverEndedError, match="user code"):
             client.wait_conditioned(1, 60)
         client.close()

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from functools import reduce
 from operator import or_
 from pathlib import Path
 
 import msgspec
 import pytest
-from robot_rig import ACTIONS, MS, STREAMS, make_client, make_config, serving
+from robot_rig import ACTIONS, MS, STREAMS, make_client, make_config, serving, wait_until
 from session_desk import STREAMS as DECLARED
 from session_desk import open_desk
 
 from ppstream.config.schema import ImageConfig, StreamConfig
 from ppstream.core.clock import now_ns
-from ppstream.core.errors import ConfigError, HandshakeError, PeerLostError
+from ppstream.core.errors import ConfigError, HandshakeError, PeerLostError, PpstreamError
 from ppstream.robot.client import RobotClient
 from ppstream.robot.connection import RobotLink
 from ppstream.robot.contract import streams_of
@@ -69,7 +70,7 @@ def test_what_is_stated_is_compared_with_what_was_learned_a_line_for_each_differ
     with serving() as server:
         endpoint = server.sessions.endpoint
         with pytest.raises(HandshakeError) as refused:
-            RobotClient(endpoint, streams=[("joints", 4), ("tail", 1)])
+            RobotClient(endpoint, streams=[("joints", 4), ("tail", 1)]).connect()
         assert str(refused.value).splitlines() == [
             f"{endpoint}: another contract",
             "  stream 'joints': expected [3] float32, got [4] float32",
@@ -77,7 +78,7 @@ def test_what_is_stated_is_compared_with_what_was_learned_a_line_for_each_differ
             "  stream 'tail': the pipeline has none of this name",
         ]
         with pytest.raises(HandshakeError, match=r"action 0: expected 'dx', got 'dy'"):
-            RobotClient(endpoint, actions=("dy", "dx"))
+            assert RobotClient(endpoint, actions=("dy", "dx")).contract
         assert RobotClient(endpoint, streams=STREAMS).contract is not None
         assert RobotClient(endpoint, actions=ACTIONS).contract is not None
     assert server.sessions.statistics().refused == {}
@@ -130,19 +131,70 @@ def test_an_old_server_is_one_clear_error_long_before_the_limit() -> None:
 def test_a_version_that_the_server_does_not_serve_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ppstream.robot.contract.WIRE_MINOR", 9)
     with serving() as server, pytest.raises(HandshakeError) as told:
-        RobotClient(server.sessions.endpoint)
+        RobotClient(server.sessions.endpoint).connect()
     first, second = str(told.value).splitlines()
     assert first.endswith("no contract: version")
     assert "got 1.9; upgrade ppstream on rank 0" in second
 
 
-def test_no_server_is_an_error_within_the_limit(tmp_path: Path) -> None:
-    with pytest.raises(PeerLostError) as told:
-        RobotClient(f"unix://{tmp_path}/nobody", contract_s=0.1)
-    assert "no contract: no connection within 0.1 s; start the run" in str(told.value)
-    assert "pass contract_s=600, as connect()'s limit counts from later on, or" in str(told.value)
+def test_no_server_is_an_error_within_the_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ppstream.robot.client.CONTRACT_S", 0.1)
+    endpoint = f"unix://{tmp_path}/nobody"
+    asks: tuple[Callable[[], object], ...] = (
+        lambda: RobotClient(endpoint, contract_s=0.1),
+        lambda: RobotClient(endpoint).contract,
+        lambda: RobotClient(endpoint).connect(0.1),
+    )
+    for ask in asks:
+        with pytest.raises(PeerLostError) as told:
+            ask()
+        assert "no contract: no connection within 0.1 s; start the run" in str(told.value)
+        assert "load for longer allow more, as connect(600) does, or state" in str(told.value)
     with pytest.raises(ConfigError, match="and there are no keys"):
-        RobotClient("tcp://192.0.2.1:5870")
+        RobotClient("tcp://192.0.2.1:5870").connect()
+
+
+def test_connect_waits_for_a_contract_as_long_as_it_is_told(tmp_path: Path) -> None:
+    endpoint, said = f"unix://{tmp_path}/robot", list[str]()
+    with RobotClient(endpoint) as client:
+        with pytest.raises(PpstreamError, match=r"call connect\(\) first"):
+            client.push("joints", now_ns(), [1, 2, 3])
+        with pytest.raises(PeerLostError):
+            client.connect(0.1)
+        waiting = threading.Thread(target=client.connect, args=(60,), kwargs={"say": said.append})
+        waiting.start()
+        wait_until(lambda: said)
+        assert said[0].startswith(
+            f"waiting for {endpoint}: no connection, its ranks may still start ("
+        )
+        with serving(make_config(endpoint), answers=True):
+            waiting.join(60)
+            assert client.contract == description(make_config(), "ready")
+            assert client.wait_ready(10)
+            answer = client.ask({"imu": [1, 2], "joints": [1, 2, 3]}, 10)
+            assert answer.refusal is None
+            assert answer.actions.shape == (4, len(ACTIONS))
+
+
+def test_a_client_that_is_closed_waits_for_no_contract(tmp_path: Path) -> None:
+    client, said, errors = RobotClient(f"unix://{tmp_path}/nobody"), list[str](), list[str]()
+
+    def connect() -> None:
+        try:
+            client.connect(60, say=said.append)
+        except PpstreamError as error:
+            errors.append(str(error))
+
+    waiting = threading.Thread(target=connect)
+    waiting.start()
+    wait_until(lambda: said)
+    client.close()
+    waiting.join(20)
+    assert errors == ["this client was closed; make another"]
+    with pytest.raises(PpstreamError, match="was closed"):
+        assert client.contract
 
 
 def test_a_server_that_stands_is_an_error_within_the_limit() -> None:

@@ -219,6 +219,16 @@ def test_without_a_directory_it_keeps_its_pipeline(pipelines: Pipelines) -> None
         push_until(client, lambda: chunks[-1].session not in (0, before))
 
 
+def test_a_robot_that_states_nothing_learns_the_contract_of_the_pipeline_it_is_given(
+    pipelines: Pipelines,
+) -> None:
+    asks = FleetDirectory(pipelines.face.url, "arm")
+    with RobotClient.from_fleet(asks, find_s=30) as client:
+        pipelines.stop(asks.pipeline)
+        assert client.contract is not None
+        assert client.contract.actions == ACTIONS
+
+
 def test_a_contract_that_differs_is_no_reason_to_wander(pipelines: Pipelines) -> None:
     with (
         pipelines.robot(actions=("others", "names")) as client,
