@@ -28,8 +28,8 @@ HOLDS_MAX: Final = 0.05  # of the time, and of the chunks behind which a robot h
 SPARE: Final = 0.10  # of what a lease must cover: no two runs are alike
 TIME_MAX_MS: Final = 1e12  # more is no time of a run
 ASKS: Final = (
-    "robots that ask for each chunk need no more than its age: give the reference stream "
-    "max_request_hz in the place of rate_hz"
+    "robots that ask for each chunk (RobotClient.ask) need no more than its age: give what they "
+    "send max_request_hz in place of rate_hz"
 )
 
 Chunks = Sequence[tuple[int, int]]  # when each was made, in order, and when its stage A began

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from ppstream.analysis.age_advice import in_ms
-from ppstream.analysis.lease import LeaseNeed
+from ppstream.analysis.lease import ASKS, LeaseNeed
 from ppstream.analysis.reasons import CUT_SHORT, OF_SPEED, REASONS, SERVICE, SLOWED, UNKNOWN
 from ppstream.analysis.replicas import slow_replica
 from ppstream.analysis.run_report import Figure, RunReport, ServiceReport
@@ -55,6 +55,7 @@ def _refusal(report: RunReport) -> str:
         why += "" if code == "SERVICE_HELD" else f", as {need.text}"  # which says it itself
         model = None if code == "SERVICE_HELD" else report.model  # it knows full speed alone
         remedy = need.remedy(model, report.gate.overlap_min)
+        remedy += f"; {ASKS}" if code == "SHORT_LEASE" else ""
     if code == "INPUT_LIMITED" and report.window.phases != {BRING_UP}:
         remedy = "judge its bring-up, which runs at full speed"
     if code in ("INLINE", "TOO_FEW") and not report.window.phases and report.service is None:

@@ -107,7 +107,7 @@ class StreamConfig(Table, frozen=True, kw_only=True):
     """Nominal rate; sizes the ring and the synthetic source. State it, or max_request_hz."""
     max_request_hz: Positive | None = None
     """Most samples a second of a stream that comes with a robot's requests. Set it instead of
-    rate_hz for clients that ask in lock-step."""
+    rate_hz for robots that ask in lock-step: RobotClient.ask, a gateway's clients."""
     interpolation: Interpolation = "linear"
     """Value between two samples: linear, previous, nearest, slerp (quaternions), angle (wraps at
     pi), cubic (smooth, without overshoot). Set previous for switched values, cubic for slow sensors

@@ -44,7 +44,11 @@ REMEDIES: Final = {
     RATE: "send fewer, or raise the stream's rate_hz (max_request_hz)",
 }
 #: What helps a stream of which nothing came, and one of which too little did; and of what run.
-HELPS: Final = ("see that it is pushed", "see what slows it down, or set rate_hz to what it sends")
+ASKED: Final = "a robot that asks (RobotClient.ask) wants max_request_hz in place of rate_hz"
+HELPS: Final = (
+    f"see that it is pushed; {ASKED}",
+    f"see what slows it down, or set rate_hz to what it sends; {ASKED}",
+)
 HELPS_GATEWAY: Final = (
     "a gateway's clients send on request: set max_request_hz in place of rate_hz; of another robot "
     "see that it is pushed",

@@ -219,9 +219,9 @@ TABLE: dict[str, Case] = {
         {"says": "SHORT_LEASE: robots would hold 20.0% of the time, behind 318 of 318 chunks "
             "(limit 5% of each): actions are 20.0 ms old when they are made (p95), and the next "
             "ones come 10.0 ms later (p50): robots need 30.0 ms, and actions.lease_ms is 28; "
-            "set actions.lease_ms to 33, a tenth to spare; robots that ask for each chunk need "
-            "no more than its age: give the reference stream max_request_hz in the place of "
-            "rate_hz", "lease": {"age_ms": 20, "gap_ms": 10, "lease_ms": 28, "need_ms": 30,
+            "set actions.lease_ms to 33, a tenth to spare; robots that ask for each chunk "
+            "(RobotClient.ask) need no more than its age: give what they send max_request_hz in "
+            "place of rate_hz", "lease": {"age_ms": 20, "gap_ms": 10, "lease_ms": 28, "need_ms": 30,
             "longest_ms": 30, "holds": 318, "chunks": 318, "held": 0.2}}),
     "a lease of age and period": (lambda: run().set("config.actions", {"lease_ms": 30.0}), "PASS"),
     "a shallower queue for a short lease": (lambda: run(stages(6, 50, 8))

@@ -299,7 +299,9 @@ def test_a_lease_that_is_too_short_is_told_with_what_it_must_cover() -> None:
         "This pipeline may not drive a robot yet: robots would hold 20.0% of the time, behind 318 "
         "of 318 chunks (limit 5% of each), as actions are 20.0 ms old when they are made (p95), "
         "and the next ones come 10.0 ms later (p50): robots need 30.0 ms, and actions.lease_ms is "
-        "28 (SHORT_LEASE); first set actions.lease_ms to 33, a tenth to spare."
+        "28 (SHORT_LEASE); first set actions.lease_ms to 33, a tenth to spare; robots that ask for "
+        "each chunk (RobotClient.ask) need no more than its age: give what they send "
+        "max_request_hz in place of rate_hz."
     )
     held = served(simulate(), period_ms=40).set("config.actions", {"lease_ms": 50.0})
     held.tell({"kind": "robot_state", "session": 7, "t": 5, "holds": 3, "held_ns": ms(4000)})

@@ -100,10 +100,11 @@ def test_less_than_half_of_the_nominal_rate_is_slow(rig, joints, told):
 
 def test_slow_and_silent_say_what_was_measured_the_limit_and_what_helps(rig):
     rig.second(joints=20, imu=0)
+    asks = "; a robot that asks (RobotClient.ask) wants max_request_hz in place of rate_hz"
     assert {change.stream: change.why for change in rig.changes} == {
         "joints": "20.0 samples/s; limit 50, half its rate_hz; see what slows it down, or set "
-        "rate_hz to what it sends",
-        "imu": "no sample for 1.02 s; limit 1.00 s; see that it is pushed",
+        f"rate_hz to what it sends{asks}",
+        "imu": f"no sample for 1.02 s; limit 1.00 s; see that it is pushed{asks}",
     }
 
 
