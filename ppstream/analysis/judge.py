@@ -36,7 +36,7 @@ from ppstream.analysis.requests import (
     streams_on_request,
 )
 from ppstream.analysis.robot_states import longest_held, with_waits
-from ppstream.analysis.run_ends import failed_end, lost_end, lost_lines
+from ppstream.analysis.run_ends import failed_end, last_before_ready, lost_end, lost_lines
 from ppstream.analysis.run_report import (
     OldestAction,
     PolicySeen,
@@ -158,6 +158,7 @@ def _report(findings: Diagnosis, queues: QueueMaxima, service: ServiceReport | N
         simulated_ms=_simulated_ms(run),
         judged_reasons=findings.reasons,
         failed_end=failed_end(run),
+        unready=last_before_ready(run),
     )
 
 

@@ -73,7 +73,7 @@ REASONS: Final[Mapping[str, tuple[str, str, str]]] = {
     "TOO_FEW": (
         UNKNOWN,
         "too few chunks were measured",
-        "let it run longer, or raise bringup.envelopes",
+        "let it run longer",
     ),
     "NOT_WARM": (
         UNKNOWN,

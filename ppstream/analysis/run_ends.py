@@ -10,7 +10,7 @@ from ppstream.analysis.audits import EPS, lines_lost
 from ppstream.analysis.records import RunLog
 from ppstream.analysis.run_statistics import shown
 from ppstream.analysis.segments import JudgedSpan
-from ppstream.core.errors import OTHER_LEFT, ExitCode
+from ppstream.core.errors import OTHER_LEFT, ExitCode, counted
 from ppstream.core.phases import BRING_UP, ENDING, SERVING
 
 #: No failures of a rank: the verdict itself tells of those of the gate.
@@ -88,7 +88,9 @@ def end_sentences(run: RunLog, window: JudgedSpan) -> Iterator[str]:
     elif phase := last_before_ready(run):
         newest = max(e.generation for e in run.events)
         counts = Counter(e.phase for e in run.envelopes if e.generation == newest)
-        through = " and ".join(f"{n} envelopes of {shown(name)}" for name, n in counts.items())
+        through = " and ".join(
+            f"{counted(n, 'envelope')} of {shown(name)}" for name, n in counts.items()
+        )
         how = "is, or was killed," if not run.finished else "was stopped"
         why = f" ({shown(_end(run, 0).get('reason'))})" if run.finished else ""
         yield f"the run {how} in {phase}{why}, before it was ready: {through or '0 envelopes'}"
@@ -107,6 +109,16 @@ def last_before_ready(run: RunLog) -> str:
         return ""
     was_stopped = _end(run, 0).get("code") == ExitCode.DRAINED
     return str(way[-1]) if way[-1] != BRING_UP or was_stopped else ""
+
+
+def more_envelopes(window: JudgedSpan, unready: str) -> str:
+    """Returns how to get the envelopes that ``TOO_FEW`` lacks, as an order.
+
+    ``unready``: as ``last_before_ready``.
+    """
+    if unready:
+        return "let it run until it is ready"
+    return "raise bringup.envelopes" if window.phases == {BRING_UP} else "let it run longer"
 
 
 def _end(run: RunLog, rank: int) -> Mapping[str, object]:

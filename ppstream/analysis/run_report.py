@@ -157,6 +157,7 @@ class RunReport:
     judged_reasons: list[str] = field(default_factory=list)  # of the judged phase, without service
     lease: LeaseNeed | None = None  # what it must cover, by bring-up
     failed_end: str = ""  # the rank that failed first, and how; empty: none did
+    unready: str = ""  # the phase in which it was stopped before it was ready; empty: it was not
 
     @property
     def origin(self) -> list[str]:

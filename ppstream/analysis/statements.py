@@ -13,7 +13,12 @@ from ppstream.analysis.lease import lease_note
 from ppstream.analysis.place_table import BetterCut, PlaceRow, held_hop
 from ppstream.analysis.replicas import pace_of, replica_sentences
 from ppstream.analysis.requests import Requests
-from ppstream.analysis.run_ends import end_sentences, failed_end
+from ppstream.analysis.run_ends import (
+    end_sentences,
+    failed_end,
+    last_before_ready,
+    more_envelopes,
+)
 from ppstream.analysis.run_statistics import Spoilt, judged, usual_stages_ns, wait_share
 from ppstream.analysis.scores import (
     CEILING_MIN,
@@ -40,6 +45,7 @@ from ppstream.analysis.verdict import (
     too_much_unnamed,
     unaudited,
 )
+from ppstream.core.errors import counted
 from ppstream.core.phases import BRING_UP
 
 STRICT_MIN: Final = 0.995  # a period below the slowest stage alone: that stage was not alone
@@ -222,8 +228,8 @@ def _unknown_texts(f: Diagnosis) -> dict[str, str]:
         "BAD_INSTRUMENT": f"the log contradicts itself in {', '.join(failed)}: "
         "correct the stamps before you trust a score",
         "PERTURBED": "a profiler or an injected fault was on; measure again without it",
-        "TOO_FEW": f"{window.n} envelopes after warm-up, {N_MIN} needed"
-        f"{'' if failed_end(run) else '; run longer'}",
+        "TOO_FEW": f"{counted(window.n, 'envelope')} after warm-up, {N_MIN} needed"
+        + ("" if failed_end(run) else f"; {more_envelopes(window, last_before_ready(run))}"),
         "NOT_WARM": "the period never became steady; look for compiles, allocation, throttling",
         "INPUT_LIMITED": f"{input_share:.0%} of the time went into waiting for input (limit "
         f"{WAIT_MAX:.0%}); measure saturated, or accept that the sensors set the pace",
@@ -422,7 +428,7 @@ def _log(f: Diagnosis) -> Iterator[str]:
         yield f"no log file of rank {ranks}; {so}"
     yield from end_sentences(run, window)
     if window.perturbed and window.n:
-        yield f"{window.perturbed} envelopes under a profiler or fault hook left out"
+        yield f"{counted(window.perturbed, 'envelope')} under a profiler or fault hook left out"
     unchecked = {n: a.note for n, a in f.evidence.audits.items() if a.ok is None and a.note}
     if unchecked and not {"INLINE", "NOT_AUDITED"} & set(f.reasons):
         yield f"not audited: {by_note(unchecked)}"

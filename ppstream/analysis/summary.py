@@ -13,11 +13,13 @@ from ppstream.analysis.age_advice import in_ms
 from ppstream.analysis.lease import ASKS, LeaseNeed
 from ppstream.analysis.reasons import CUT_SHORT, OF_SPEED, REASONS, SERVICE, SLOWED, UNKNOWN
 from ppstream.analysis.replicas import slow_replica
+from ppstream.analysis.run_ends import more_envelopes
 from ppstream.analysis.run_report import Figure, RunReport, ServiceReport
 from ppstream.analysis.run_statistics import HARMLESS
 from ppstream.analysis.scores import resource_title
 from ppstream.analysis.unserved import TIME_MIN_NS
 from ppstream.analysis.verdict import ACCEPTABLE
+from ppstream.core.errors import counted
 from ppstream.core.phases import BRING_UP
 
 OTHERS_MIN: Final = 0.5  # CPUs that other programs take: a busy machine
@@ -58,6 +60,8 @@ def _refusal(report: RunReport) -> str:
         remedy += f"; {ASKS}" if code == "SHORT_LEASE" else ""
     if code == "INPUT_LIMITED" and report.window.phases != {BRING_UP}:
         remedy = "judge its bring-up, which runs at full speed"
+    if code == "TOO_FEW":
+        remedy = more_envelopes(report.window, report.unready)
     if code in ("INLINE", "TOO_FEW") and not report.window.phases and report.service is None:
         why = "nothing was measured after its warm-up"
         remedy = "let it serve a robot" if code == "INLINE" else "let it run until it is ready"
@@ -176,7 +180,8 @@ def _trouble(service: ServiceReport) -> str:
         return once + _silent_stream(service)
     if held_ns > gaps.limit_ns:
         holds = sum(robot.holds or 0 for robot in service.robots)
-        return f"robots held {holds} times, {in_ms(held_ns)} ms in all, for want of young actions"
+        held = f"robots held {counted(holds, 'time')}, {in_ms(held_ns)} ms in all"
+        return f"{held}, for want of young actions"
     return ""
 
 

@@ -16,7 +16,7 @@ from typing import Any, Literal, Protocol
 
 from ppstream.core.clock import NS_PER_MS, NS_PER_S, Clock, Ticker, now_ns
 from ppstream.core.durations import Bin, Durations
-from ppstream.core.errors import MAX_TEXT, PpstreamError, ReceiverEndedError, printable
+from ppstream.core.errors import MAX_TEXT, PpstreamError, ReceiverEndedError, counted, printable
 from ppstream.core.interpreter import GcControl, short_turns
 from ppstream.core.quantiles import Quantiles
 from ppstream.core.realtime import (
@@ -95,7 +95,7 @@ class LoopStatistics:
 
     def line(self) -> str:
         """For people: ticks, what was done at them, the last fault, the oldest action executed."""
-        ticks = f"{self.ticks} ticks, {self.missed_ticks} missed"
+        ticks = f"{counted(self.ticks, 'tick')}, {self.missed_ticks} missed"
         fault = printable(self.fault.splitlines()[0], MAX_TEXT) if self.fault else ""
         last = f" (last: {fault})" if fault else ""
         done = f"{self.executed} executed, {self.held} held, faults: {self.faults}{last}"

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ppstream.core.clock import NS_PER_MS
+from ppstream.core.errors import counted
 from ppstream.core.quantiles import Quantiles
 from ppstream.robot.chunk_playback import ChunkOutcome
 from ppstream.robot.session import Reconnecting, RobotSession
@@ -200,11 +201,11 @@ class ClientStatistics:
             again = self.reconnecting
             why = f" ({again.refusal})" if again.refusal else ""
             pause = f"{again.pause_ns / NS_PER_MS:g} ms"
-            state = f"no session{why}: asked {again.attempts} times, pause {pause}"
+            state = f"no session{why}: asked {counted(again.attempts, 'time')}, pause {pause}"
         age = f"age p50 {self.age.p50_ns / NS_PER_MS:.1f} p99 {self.age.p99_ns / NS_PER_MS:.1f} ms"
         timeline = self.timeline
         refused = ", ".join(f"{count} {why}" for why, count in timeline.refused.items() if count)
-        chunks = f"; of {timeline.received} chunks refused: {refused}" if refused else ""
+        chunks = f"; of {counted(timeline.received, 'chunk')} refused: {refused}" if refused else ""
         return f"{state}; {age}; {timeline.oldest_text()}{chunks}"
 
 

@@ -246,6 +246,9 @@ def test_a_number_beyond_any_log_costs_its_line_and_ends_no_report(
     assert len(tried) > 100
 
 
+UNTIL_READY, LONGER = "; let it run until it is ready", "; let it run longer"
+
+
 def test_exit_codes_are_read_and_a_torn_file_says_nothing(tmp_path: Path) -> None:
     simulate().write(tmp_path)
     ends = tmp_path / "exit.json"
@@ -256,19 +259,26 @@ def test_exit_codes_are_read_and_a_torn_file_says_nothing(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("phases", "ends", "reasons", "says"),
+    ("phases", "ends", "reasons", "says", "remedy"),
     [
-        (["warming"], None, ["TOO_FEW"], "the run is, or was killed, in warming, before it"),
-        (["warming"], {"code": 26}, ["TOO_FEW"], "rank 0 ended with 26"),
-        ([], {"code": 11}, ["TOO_FEW"], "rank 0 ended with 11"),
+        (["warming"], None, ["TOO_FEW"], "the run is, or was killed, in warming, before it",
+            UNTIL_READY),
+        (["warming"], {"code": 26}, ["TOO_FEW"], "rank 0 ended with 26", ""),
+        ([], {"code": 11}, ["TOO_FEW"], "rank 0 ended with 11", ""),
         (["warming", "bring-up"], {"code": 0, "reason": "SIGTERM"}, ["TOO_FEW"],
-            "the run was stopped in bring-up (SIGTERM), before it was ready: 0 envelopes"),
-        (["warming", "bring-up"], None, ["MISSING_LOGS", "TOO_FEW"], "MISSING_LOGS"),
-        (["warming", "ready"], {"code": 0}, ["MISSING_LOGS", "TOO_FEW"], "MISSING_LOGS"),
+            "the run was stopped in bring-up (SIGTERM), before it was ready: 0 envelopes",
+            UNTIL_READY),
+        (["warming", "bring-up"], None, ["MISSING_LOGS", "TOO_FEW"], "MISSING_LOGS", LONGER),
+        (["warming", "ready"], {"code": 0}, ["MISSING_LOGS", "TOO_FEW"], "MISSING_LOGS", LONGER),
     ],
 )  # fmt: skip
 def test_a_run_that_ended_before_its_bring_up_lacks_no_lines(
-    phases: list[str], ends: Fields | None, reasons: list[str], says: str, tmp_path: Path
+    phases: list[str],
+    ends: Fields | None,
+    reasons: list[str],
+    says: str,
+    remedy: str,
+    tmp_path: Path,
 ) -> None:
     golden = simulate()
     golden.lines, golden.policy_lines = [], []
@@ -284,7 +294,7 @@ def test_a_run_that_ended_before_its_bring_up_lacks_no_lines(
     assert sentence(report, says)
     has_failed = says.startswith("rank 0")
     assert (f"drive a robot: {says}" in report.sentence) is has_failed
-    assert sentence(report, "TOO_FEW").endswith("run longer") is not has_failed
+    assert sentence(report, "TOO_FEW").endswith(f"0 envelopes after warm-up, 100 needed{remedy}")
     assert ("nothing was measured after" in report.sentence) is says.startswith("the run")
     assert render(report)
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from golden_runs import GoldenRun, chain, ms, simulate, stages
 from judging import judged
 
+from ppstream.analysis.judge import judge
 from ppstream.analysis.period_model import PipelineForm
 from ppstream.report.text import lines_of, render
 
@@ -84,8 +86,10 @@ def machine(**fields: Any) -> dict[str, Any]:
         ),
         (
             lambda: simulate(n=60),
-            "Nobody can tell yet whether this pipeline may drive a robot: too few",
+            "Nobody can tell yet whether this pipeline may drive a robot: too few chunks were "
+            "measured (TOO_FEW); first raise bringup.envelopes.",
         ),
+        (lambda: simulate(n=60, phase="ready"), "(TOO_FEW); first let it run longer."),
         (
             inline,
             "runs in one process, and no gate has judged it: all stages run in turn and give",
@@ -215,6 +219,16 @@ def test_rate_of_service_counts_chunks_that_come_in_bursts_and_no_time_without_a
     assert judged(golden).figures[0].note.endswith("; 30.1 in service")
 
 
+def test_a_bring_up_that_was_stopped_is_no_reason_to_lengthen_it() -> None:
+    golden = simulate(n=60).tell({"kind": "event", "name": "phase", "phase": "bring-up", "t": 1})
+    drained = {"0": {"code": 0, "generation": 0}}
+    report = judge(replace(golden.parse(), exits=drained, finished=True))
+    assert report.sentence.endswith("(TOO_FEW); first let it run until it is ready.")
+    assert "TOO_FEW: 49 envelopes after warm-up, 100 needed; let it run until it is ready" in (
+        report.statements
+    )
+
+
 def test_a_robot_that_held_longer_than_a_lease_comes_before_any_advice_on_speed() -> None:
     golden = served(simulate(), period_ms=40).set("config.actions", {"lease_ms": 300.0})
     state = {"kind": "robot_state", "session": 7, "t": 5, "chunk_gap_ns": ms(44)}
@@ -227,6 +241,8 @@ def test_a_robot_that_held_longer_than_a_lease_comes_before_any_advice_on_speed(
     )
     assert report.figures[2].note.endswith("; robots held for 500 ms")
     assert report.figures[2].is_bad
+    golden.tell(state | {"holds": 1, "held_ns": ms(500)})
+    assert "find out why robots held 1 time, 500 ms in all" in judged(golden).sentence
     golden.tell(state | {"holds": 1, "held_ns": ms(20)})
     assert judged(golden).sentence.endswith("there is nothing to do.")
 

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -443,7 +444,15 @@ def test_chunks_that_are_refused_are_in_the_client_s_line() -> None:
     assert "refused" not in client.statistics().line()
     for seq in range(2):
         assert client.timeline.merge(make_chunk(seq), 10 * LEASE_NS) == "expired"
-    assert client.statistics().line().endswith("executed; of 2 chunks refused: 2 expired")
+    found = client.statistics()
+    assert found.line().endswith("executed; of 2 chunks refused: 2 expired")
+    once = replace(
+        found,
+        reconnecting=replace(found.reconnecting, attempts=1),
+        timeline=replace(found.timeline, received=1, refused={"expired": 1}),
+    )
+    assert once.line().startswith("no session: asked 1 time, pause ")
+    assert once.line().endswith("executed; of 1 chunk refused: 1 expired")
 
 
 def test_a_full_server_says_so_and_admits_when_there_is_room() -> None:

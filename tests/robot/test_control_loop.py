@@ -184,6 +184,7 @@ def test_an_action_beyond_the_maximum_age_is_held_and_a_fault_only_when_the_leas
         "4 ticks, 0 missed; 2 executed, 2 held, faults: 1 (last: lease); "
         "oldest action executed: 50.0 ms of 50"
     )
+    assert replace(statistics, ticks=1).line().startswith("1 tick, 0 missed; ")
     assert replace(statistics, fault="drive \x1b[2J\udcff").line().isprintable()
 
 
