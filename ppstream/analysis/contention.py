@@ -27,7 +27,7 @@ MOVED_MAX: Final = 0.25  # of a stage alone, between both measurements
 MOVED_NS: Final = 1_000_000  # and at least so much
 PAIR_CLAIMED: Final = 0.5  # two resources whose stamps score this ran beside each other, they say
 PAIR_COST_MIN: Final = 1.25  # of the period, if they ran in turn: else there is little to tell
-PROVEN: Final = 1.1  # periods that work has to fill, in turn, before waits for a CPU count as well
+PROVEN: Final = 1.05  # periods that work has to fill, in turn, before waits for a CPU count as well
 
 
 @dataclass(frozen=True, slots=True)
