@@ -15,6 +15,7 @@ from statistics import NormalDist
 from typing import Final, NamedTuple
 
 from ppstream.analysis.bootstrap import BLOCK, RESAMPLES, SEED, TAIL, Row, block_length, block_sums
+from ppstream.analysis.json_values import mapping_of
 from ppstream.analysis.records import Json, RunLog
 from ppstream.analysis.run_report import DIGITS, RunReport
 from ppstream.analysis.scores import between
@@ -161,9 +162,8 @@ def _is_within(key: str, parts: Sequence[str]) -> bool:
 
 def _hardware(run: RunLog) -> dict[str, object]:
     """Machines, and the device of each rank."""
-    hardware, topology = run.manifest.get("hardware"), run.manifest.get("topology")
-    found = _flat(hardware, "hardware.") if isinstance(hardware, Mapping) else {}
-    ranks = topology.get("ranks") if isinstance(topology, Mapping) else None
+    found = _flat(mapping_of(run.manifest.get("hardware")), "hardware.")
+    ranks = mapping_of(run.manifest.get("topology")).get("ranks")
     for place, rank in enumerate(ranks if isinstance(ranks, list) else []):
         if isinstance(rank, Mapping):
             found[f"device of rank {place}"] = rank.get("device")
@@ -183,9 +183,8 @@ def _settings(run: RunLog) -> dict[str, object]:
     aside = (*WORKLOAD, *ASIDE)
     kept = {k: v for k, v in _flat(run.config).items() if not _is_within(k, aside)}
     kept |= {k: v for k, v in _hardware(run).items() if k.rpartition(".")[2] in SOFT_HARDWARE}
-    versions = run.manifest.get("versions")
-    if isinstance(versions, Mapping):
-        kept |= {f"version of {name}": value for name, value in versions.items()}
+    versions = mapping_of(run.manifest.get("versions"))
+    kept |= {f"version of {name}": value for name, value in versions.items()}
     return kept | {"native": run.manifest.get("native")}
 
 

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean
 from typing import Final
 
+from ppstream.analysis.json_values import mapping_of
 from ppstream.analysis.records import Envelope, Json, PolicyLine, RunLog, Topology
 
 LOST: Final = 0.5  # share of its lines without which a place's log is lost
@@ -125,8 +126,8 @@ def is_elsewhere(manifest: Json) -> bool:
 
 def _boots(manifest: Json) -> list[str | None]:
     """Of every rank as run.json lists it, and as the policy ranks' hellos say; None: not told."""
-    topology, hellos = manifest.get("topology"), manifest.get("policy_ranks")
-    ranks = topology.get("ranks") if isinstance(topology, Mapping) else None
+    ranks = mapping_of(manifest.get("topology")).get("ranks")
+    hellos = manifest.get("policy_ranks")
     tables = [*(ranks if isinstance(ranks, list) else ())]
     facts = [manifest.get("policy_rank"), *(hellos if isinstance(hellos, list) else ())]
     tables += [table for table in facts if isinstance(table, Mapping) and "boot_id" in table]

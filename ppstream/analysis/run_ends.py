@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Final
 
 from ppstream.analysis.audits import EPS, lines_lost
+from ppstream.analysis.json_values import mapping_of
 from ppstream.analysis.records import RunLog
 from ppstream.analysis.run_statistics import shown
 from ppstream.analysis.segments import JudgedSpan
@@ -122,8 +123,7 @@ def more_envelopes(window: JudgedSpan, unready: str) -> str:
 
 
 def _end(run: RunLog, rank: int) -> Mapping[str, object]:
-    found = run.exits.get(str(rank))
-    return found if isinstance(found, Mapping) else {}
+    return mapping_of(run.exits.get(str(rank)))
 
 
 def _generation(end: Mapping[str, object], newest: int) -> int:

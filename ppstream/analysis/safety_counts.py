@@ -5,10 +5,11 @@ Pure. They cover the whole run, every phase and generation, not only the measure
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from itertools import groupby, pairwise
 from typing import Final, NamedTuple
 
+from ppstream.analysis.json_values import mapping_of
 from ppstream.analysis.records import Envelope, RunLog
 
 #: An emit that was under way when the cut came may be stamped this much behind it.
@@ -102,8 +103,7 @@ def _order_violations(envelopes: Iterable[Envelope]) -> int:
 
 def _is_replay(run: RunLog) -> bool:
     """Windows cut by a recording's time: no robot waits, and rank 0 refuses nothing as expired."""
-    pipeline = run.config.get("pipeline")
-    return isinstance(pipeline, Mapping) and pipeline.get("windows") == "scheduled"
+    return mapping_of(run.config.get("pipeline")).get("windows") == "scheduled"
 
 
 def _is_expired_emit(envelope: Envelope) -> bool:

@@ -15,6 +15,7 @@ from typing import Final, NamedTuple
 
 from ppstream.analysis.audits import Audit
 from ppstream.analysis.contention import Alone
+from ppstream.analysis.json_values import mapping_of
 from ppstream.analysis.lease import LeaseNeed
 from ppstream.analysis.period_model import period
 from ppstream.analysis.places import is_elsewhere, lost_places
@@ -250,13 +251,10 @@ def _contradictions(evidence: Evidence, verdict: Verdict, reasons: Iterable[str]
 
 def _disagreements(run: RunLog) -> Iterator[str]:
     """Yields where the topology, by which lines are read, is not what its run was asked to be."""
-    topology, cut = run.topology, run.manifest.get("cut")
+    topology, cut = run.topology, mapping_of(run.manifest.get("cut"))
     if topology.world_size == 1:
         return
-    asked, devices = (
-        table if isinstance(table := run.config.get(name), Mapping) else {}
-        for name in ("pipeline", "placement")
-    )
+    asked, devices = (mapping_of(run.config.get(name)) for name in ("pipeline", "placement"))
     for name, depth in (("d_in", topology.d_in), ("d_out", topology.d_out)):
         if isinstance(asked.get(name), int) and asked[name] != depth:
             yield f"run.json has topology.{name} {depth} and pipeline.{name} {asked[name]}"
@@ -267,13 +265,12 @@ def _disagreements(run: RunLog) -> Iterator[str]:
             ranks += len(topology.members)
         if len(policy) != ranks - 1:
             yield f"run.json has {ranks} ranks and {len(policy)} devices for policy ranks"
-    found = cut if isinstance(cut, Mapping) else {}
     parts_of = topology.parts[: 1 + topology.places]  # replicas have the same ones
     names = [name for parts in parts_of for name in parts]
-    if names and found.get("parts") not in (None, names):
+    if names and cut.get("parts") not in (None, names):
         yield "run.json has other parts in topology than in cut"
     here = [rank for rank, parts in enumerate(parts_of) for _ in parts]
-    for name, there in (("placement.parts", where), ("cut", found.get("chosen"))):
+    for name, there in (("placement.parts", where), ("cut", cut.get("chosen"))):
         if names and isinstance(there, list) and there and here != there:
             yield f"run.json has parts at places {here} in topology and {there} in {name}"
 
