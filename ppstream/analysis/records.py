@@ -22,6 +22,7 @@ Json = Mapping[str, object]
 TOTAL: Final = "total"
 ENVELOPES: Final = "envelopes"
 REQUESTS: Final = "requests"  # ``kind`` of the gateway's lines
+GATEWAY: Final = "gateway"  # event of rank 0's: it has ended
 
 #: Reasons why a gateway's client got no actions for a request.
 RequestError = Literal[

@@ -7,12 +7,13 @@ of its clients' requests is added up by wire and robot.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
-from ppstream.analysis.json_values import mapping_of
-from ppstream.analysis.records import Envelope, Json, RobotRequests
+from ppstream.analysis.json_values import mapping_of, shown
+from ppstream.analysis.records import GATEWAY, Envelope, Json, LogEvent, RobotRequests
 
 WINDOWS_MIN: Final = 20  # fewer show no habit
 ROW_NAMES: Final = ("session", "session_epoch", "window_end_ns")
@@ -111,6 +112,18 @@ class WindowRequests:
             gap_ns = envelope.tEmit - self._chunk_ns.get(session, envelope.tEmit)
             self.gaps_ns[session] = max(gap_ns, self.gaps_ns.get(session, 0))
             self._chunk_ns[session] = envelope.tEmit
+
+
+def gateway_ends(events: Iterable[LogEvent]) -> Iterator[str]:
+    """Yields how the gateway of a run ended while that went on, and what its robots did then."""
+    ends = [event.fields for event in events if event.name == GATEWAY]
+    if ends:
+        hows = Counter(shown(str(end.get(GATEWAY))) for end in ends)
+        told = ", ".join(how if n == 1 else f"{how} {n} times" for how, n in hows.items())
+        then = "held until the run had started it again"
+        if ends[-1].get("again_in_s") is None:
+            then = "hold until somebody starts another, as rank 0's output says"
+        yield f"the gateway {told}: its robots {then}"
 
 
 class GatewayTotals:

@@ -12,7 +12,7 @@ from ppstream.analysis.contention import MOVED_MAX, MOVED_NS
 from ppstream.analysis.lease import lease_note
 from ppstream.analysis.place_table import BetterCut, PlaceRow, held_hop
 from ppstream.analysis.replicas import pace_of, replica_sentences
-from ppstream.analysis.requests import Requests
+from ppstream.analysis.requests import Requests, gateway_ends
 from ppstream.analysis.run_ends import (
     end_sentences,
     failed_end,
@@ -124,6 +124,7 @@ def _machine(f: Diagnosis) -> Iterator[str]:
 def _in_step(f: Diagnosis) -> Iterator[str]:
     if f.requests is not None and f.requests.text:
         yield f.requests.text
+    yield from gateway_ends(f.evidence.run.events)
 
 
 def _holds(f: Diagnosis) -> Iterator[str]:

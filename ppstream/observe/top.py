@@ -43,7 +43,10 @@ BAR: Final = 20  # a row of two stages fits 80 columns
 ASCII: Final = {"█": "#", "·": "-"}  # where the terminal's encoding has no other
 #: Events that a person at a terminal waits for.
 SHOWN: Final = frozenset(
-    {"degraded", "epoch_cut", "fault", "phase", "refused", "replica_lost", "sensor", "verdict"}
+    {
+        *("degraded", "epoch_cut", "fault", "gateway", "phase", "refused", "replica_lost"),
+        *("sensor", "verdict"),
+    }
 )
 
 Labels = tuple[tuple[str, str], ...]

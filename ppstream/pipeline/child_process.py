@@ -2,7 +2,9 @@
 
 The gateway is given the run's effective configuration as a file of the run, the endpoint that rank
 0 has bound, and the run's folder, where it logs its requests; the live view gets the recorder's
-messages through a pipe. A child that ends by itself costs those it serves alone: the run goes on.
+messages through a pipe. A child that ends by itself costs those it serves alone: the run goes on,
+and starts a gateway that crashed again. One that was asked to end, or that its configuration keeps
+from serving, is not: it would end again.
 """
 
 from __future__ import annotations
@@ -12,12 +14,15 @@ import os
 import select
 import shlex
 import subprocess
+import threading
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from ppstream.config.schema import PipelineConfig
 from ppstream.config.to_toml import as_toml
-from ppstream.control.peer_process import bound_command
-from ppstream.core.errors import ConfigError
+from ppstream.control.peer_process import bound_command, status_text
+from ppstream.core.clock import NS_PER_S, now_ns
+from ppstream.core.errors import ConfigError, ExitCode
 from ppstream.observe.run_folder import Run
 
 logger = logging.getLogger("ppstream")
@@ -26,11 +31,17 @@ FILE: Final = "gateway.toml"
 START_LIMIT_S: Final = 30.0
 MS_PER_S: Final = 1000
 GATEWAY_END_LIMIT_S: Final = 8.0  # it answers what it has begun, and says goodbye
+GATEWAY_AGAIN_S: Final = (1.0, 2.0, 4.0, 8.0, 16.0)  # before each further start
+SERVED_NS: Final = 600 * NS_PER_S  # an end after so long is the first one again
+NOT_AGAIN: Final = (ExitCode.DRAINED, ExitCode.CONFIG)
+STOP_S: Final = 2.0  # a stop of the run reaches whoever is asked to end with it so much later
 VIEW_MESSAGE_BYTES: Final = 64 << 10  # of the largest but frames
 VIEW_END_LIMIT_S: Final = 1.0  # of a view that is frozen: it owes nobody an answer
 
 
-def start_gateway(config: PipelineConfig, run: Run, endpoint: str) -> ChildProcess:
+def start_gateway(
+    config: PipelineConfig, run: Run, endpoint: str, on_end: Callable[[str, float | None], None]
+) -> ChildProcess:
     """One process for every ``[[gateway]]`` of ``config``."""
     file = run.directory / FILE
     file.write_text(as_toml(config), encoding="utf-8")
@@ -42,6 +53,8 @@ def start_gateway(config: PipelineConfig, run: Run, endpoint: str) -> ChildProce
         addresses=len(config.gateway),
         effect=f"its robots hold until you start one: {remedy}",
         end_limit_s=GATEWAY_END_LIMIT_S,
+        again_s=GATEWAY_AGAIN_S,
+        on_end=on_end,
     )
 
 
@@ -75,6 +88,8 @@ class ChildProcess:
         effect: of its end on those it serves, for the message about it.
         end_limit_s: after SIGTERM it has so long before it is killed.
         stdin: descriptor of its standard input; None: rank 0's.
+        again_s: pauses before it is started again, one for each of its ends that follow each other.
+        on_end: called by a thread with how it ended, and the pause; None: it stays so.
     """
 
     def __init__(
@@ -86,22 +101,30 @@ class ChildProcess:
         effect: str,
         end_limit_s: float,
         stdin: int | None = None,
+        again_s: Sequence[float] = (),
+        on_end: Callable[[str, float | None], None] = lambda _how, _pause_s: None,
     ) -> None:
         self._name = name
-        self._process = subprocess.Popen(command, stdin=stdin, stdout=subprocess.PIPE)
+        self._command = command
         self._count = addresses
         self._effect = effect
         self._end_limit_s = end_limit_s
-        self._is_told = False
+        self._again_s = again_s
+        self._on_end = on_end
+        self._starting = threading.Lock()
+        self._closing = threading.Event()
+        self._keeper: threading.Thread | None = None
+        self._process = subprocess.Popen(command, stdin=stdin, stdout=subprocess.PIPE)
+        assert self._process.stdout is not None, "a pipe"
+        self._stdout = self._process.stdout
 
     def check_started(self) -> None:
-        """Wait until it listens: it prints a line for each address.
+        """Wait until it listens: it prints a line for each address. From then on it is kept.
 
         Raises:
             ConfigError: it has ended, or does not listen in time.
         """
-        assert self._process.stdout is not None, "a pipe"
-        fd, lines = self._process.stdout.fileno(), b""
+        fd, lines = self._stdout.fileno(), b""
         arrivals = select.poll()
         arrivals.register(fd, select.POLLIN)
         while lines.count(b"\n") < self._count:
@@ -117,21 +140,51 @@ class ChildProcess:
                     ]
                 )
             lines += part
-
-    def check(self, _now_ns: int) -> None:
-        """Say once that it has ended."""
-        code = self._process.poll()
-        if code is not None and not self._is_told:
-            self._is_told = True
-            logger.error("the %s ended with code %d: %s", self._name, code, self._effect)
+        self._keeper = threading.Thread(target=self._keep, name=self._name, daemon=True)
+        self._keeper.start()
 
     def close(self) -> None:
         """End it, after what it still has to say."""
-        self._process.terminate()
+        self._closing.set()
+        with self._starting:
+            self._process.terminate()
         try:
             self._process.wait(self._end_limit_s)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        if self._process.stdout is not None:
-            self._process.stdout.close()
+        if self._keeper is not None:
+            self._keeper.join()
+        self._stdout.close()
+
+    def _keep(self) -> None:
+        """Say each time that it has ended, and start it again while that may help."""
+        ends, begun_ns = 0, now_ns()
+        while True:
+            code = self._process.wait()
+            if self._closing.wait(0 if code else STOP_S):
+                return
+            if now_ns() - begun_ns >= SERVED_NS:
+                ends = 0
+            is_last = code in NOT_AGAIN or ends == len(self._again_s)
+            pause_s = None if is_last else self._again_s[ends]
+            ends += 1
+            self._tell_end(f"ended with {status_text(code)}", pause_s, ends)
+            if pause_s is None or self._closing.wait(pause_s):
+                return
+            with self._starting:
+                if self._closing.is_set():
+                    return
+                try:
+                    self._process = subprocess.Popen(self._command, stdout=subprocess.DEVNULL)
+                except OSError as error:
+                    self._tell_end(f"cannot be started: {error.strerror}", None, ends)
+                    return
+            begun_ns = now_ns()
+
+    def _tell_end(self, how: str, pause_s: float | None, ends: int) -> None:
+        then = self._effect
+        if pause_s is not None:
+            then = f"it is started again in {pause_s:g} s ({ends} of {len(self._again_s)})"
+        logger.error("the %s %s: %s", self._name, how, then)
+        self._on_end(how, pause_s)

@@ -13,6 +13,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from ppstream.analysis.records import GATEWAY
 from ppstream.config.schema import DemoConfig, PipelineConfig
 from ppstream.control.peer_process import bound_command, environment_to_import
 from ppstream.core.clock import now_ns
@@ -93,12 +94,12 @@ class Service:
             if self.config.demo is not None:
                 self._robot = self._start_robot(self.config.demo, self.sessions.endpoint)
             if self.config.gateway:
-                self._gateway = start_gateway(self.config, self._run, self.sessions.endpoint)
+                endpoint = self.sessions.endpoint
+                self._gateway = start_gateway(self.config, self._run, endpoint, self._log_gateway)
         if service.actions_file is not None:
             self._actions = ActionFile(Path(service.actions_file), len(self.config.actions.names))
         for child in filter(None, (self._gateway, self._view)):
             child.check_started()  # before bring-up: a port that is taken ends the run at once
-            self._rank0.on_second.append(child.check)
 
     def _close(self) -> None:
         """End what there is, from the last to the first: files, then processes that may stand.
@@ -167,6 +168,10 @@ class Service:
         assert self._recorder is not None, "called with one alone"
         for lost in self._recorder.losses():
             self._rank0.log.event("recorder", **lost)
+
+    def _log_gateway(self, how: str, again_s: float | None) -> None:
+        more = {} if again_s is None else {"again_in_s": again_s}
+        self._rank0.log.event(GATEWAY, gateway=how, **more)
 
     def _log_sensor(self, change: SensorChange) -> None:
         robot = self.intake.rows[change.row].robot

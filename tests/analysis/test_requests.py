@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from faulty_runs import event
 from golden_runs import GoldenRun, ms, simulate, stages
 from judging import judged
 
@@ -209,6 +210,28 @@ def test_a_few_requests_of_somebody_who_tries_are_no_robot_unserved(left: int, t
     trials = [gateway_line(f"t{n}", 1, 0, errors={"bad_request": 1}) for n in range(tries)]
     report, _, _ = with_gateway(gateway_line("left", left, left), *trials)
     assert report.reasons == []
+
+
+@pytest.mark.parametrize(
+    ("pauses_s", "told"),
+    [
+        ((), None),
+        ((1.0,), "the gateway ended with signal 9 SIGKILL: its robots held until the run had"),
+        (
+            (1.0, None),
+            "the gateway ended with signal 9 SIGKILL 2 times: its robots hold until somebody",
+        ),
+    ],
+)
+def test_a_gateway_that_ended_is_told_with_what_became_of_its_robots(
+    pauses_s: tuple[float | None, ...], told: str | None
+) -> None:
+    golden = in_turn()
+    for again_s in pauses_s:
+        more = {} if again_s is None else {"again_in_s": again_s}
+        golden.tell(event("gateway", gateway="ended with signal 9 SIGKILL", **more))
+    said = [text for text in judged(golden).statements if text.startswith("the gateway")]
+    assert [text[: len(told or "")] for text in said] == ([] if told is None else [told])
 
 
 def test_a_ledger_that_does_not_balance_is_told() -> None:

@@ -7,6 +7,7 @@ import os
 import re
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 from collections import Counter
@@ -21,7 +22,7 @@ import pytest
 import zmq
 from documents import BOOKS, FENCE
 from lerobot_rig import refused, robot_at, rows_of
-from ranks import Ranks
+from ranks import Ranks, free_port
 from robot_rig import wait_until
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import ClientConnection, connect
@@ -30,6 +31,7 @@ from ppstream.analysis.judge import judge
 from ppstream.analysis.log_reader import read_run
 from ppstream.control.peer_process import children
 from ppstream.core.errors import ExitCode
+from ppstream.observe.top import Events
 from ppstream.report.html.page import render_page
 from ppstream.report.text import render
 from ppstream.wire import groot
@@ -55,7 +57,8 @@ TWO_WIRES = (
     'map={joints="state.arm", gripper="state.grip", wrist="video.wrist"}}',
 )
 REMEDY = re.compile(
-    r"the gateway ended with code -9: its robots hold until you start one: ppstream gateway (.*)"
+    r"the gateway ended with exit status 0: "
+    r"its robots hold until you start one: ppstream gateway (.*)"
 )
 TAG = re.compile(r"<[^>]*>")
 #: Replies to a client, in this order, and what the log counts them as.
@@ -308,11 +311,53 @@ def test_a_client_of_groot_is_answered_also_when_the_run_is_killed_amid_its_requ
         assert answer() == {"error": "the gateway ends"}
 
 
-def test_a_gateway_that_dies_is_told_with_the_command_for_another_one(tmp_path: Path) -> None:
+def test_a_gateway_that_dies_is_started_again_and_answers_the_robot_that_comes_back(
+    tmp_path: Path,
+) -> None:
+    address = f"127.0.0.1:{free_port()}"
+    settings = (f"gateway.0.listen={address}", f"batch.rows={ROBOTS}")
+    with Ranks(tmp_path, *settings, *SHARED, config=DROID, world_size=1) as ranks:
+        assert ranks.gateway_address("openpi") == f"ws://{address}"
+        (gateway,) = children(ranks.processes[0].pid)
+        for _ in range(2):
+            ask(f"ws://{address}", 0)
+            with connect(f"ws://{address}", compression=None, proxy=None) as robot:
+                robot.recv(20)
+                os.kill(gateway, signal.SIGKILL)
+                with pytest.raises(ConnectionClosed):
+                    robot.recv(20)
+            wait_until(lambda old=gateway: old not in children(ranks.processes[0].pid))
+            wait_until(lambda: listens(address))
+            (gateway,) = children(ranks.processes[0].pid)
+        ask(f"ws://{address}", 0)
+        ranks.processes[0].send_signal(signal.SIGTERM)
+        assert ranks.wait() == [ExitCode.DRAINED]
+        told = "the gateway ended with signal 9 SIGKILL: it is started again in"
+        assert re.findall(rf"{told} (.*)", ranks.output()) == ["1 s (1 of 5)", "2 s (2 of 5)"]
+    run = read_run(ranks.directory)
+    assert [row.answered for row in run.requests] == [REQUESTS] * 3
+    told = "the gateway ended with signal 9 SIGKILL 2 times: its robots held until the run had"
+    assert told in " ".join(render(judge(run)).split())
+    newest = Events(ranks.directory).read()
+    assert "gateway: ended with signal 9 SIGKILL, again_in_s 2.00" in newest
+
+
+def listens(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), 1).close()
+    except OSError:
+        return False
+    return True
+
+
+def test_a_gateway_that_was_asked_to_end_is_told_with_the_command_for_another_one(
+    tmp_path: Path,
+) -> None:
     with Ranks(tmp_path, config=DROID, world_size=1) as ranks:
         ranks.wait_for_event("phase", phase="ready")
         (gateway,) = children(ranks.processes[0].pid)
-        os.kill(gateway, signal.SIGKILL)
+        os.kill(gateway, signal.SIGTERM)
         wait_until(lambda: REMEDY.search(ranks.output()))
         remedy = REMEDY.search(ranks.output())
         assert remedy is not None

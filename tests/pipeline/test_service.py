@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,9 +16,10 @@ from robot_rig import ANY_PORT, wait_until
 from ppstream.config.schema import DemoConfig, RecordConfig, ServiceConfig
 from ppstream.control.peer_process import children
 from ppstream.core.clock import NS_PER_S
-from ppstream.core.errors import ConfigError
+from ppstream.core.errors import ConfigError, ExitCode
 from ppstream.observe.run_folder import ROBOT_STORY, Run
 from ppstream.pipeline import service
+from ppstream.pipeline.child_process import ChildProcess
 from ppstream.pipeline.service import Service
 from ppstream.recording.recorder import Recorder
 from ppstream.wire.robot_messages import ChunkReport
@@ -167,3 +169,54 @@ def test_a_demo_robot_that_stays_is_told_to_leave_before_it_is_made_to(
         wait_until(lambda: story.read_text() == "up\n")
     assert story.read_text() == "up\ntold\n"
     assert {*children(os.getpid())} <= others
+
+
+@pytest.mark.parametrize(
+    ("code", "told"),
+    [
+        (1, [(1, 0.0), (1, 0.0), (1, None)]),
+        (ExitCode.CONFIG, [(11, None)]),
+        (ExitCode.DRAINED, [(0, None)]),  # somebody asked it to
+    ],
+)
+def test_a_child_that_ends_is_started_again_so_often_and_only_where_that_may_help(
+    code: int, told: list[tuple[int, float | None]], caplog: pytest.LogCaptureFixture
+) -> None:
+    found: list[tuple[str, float | None]] = []
+    child = ChildProcess(
+        "gateway",
+        [sys.executable, "-c", f"print('here', flush=True); raise SystemExit({code})"],
+        addresses=1,
+        effect="start one",
+        end_limit_s=5.0,
+        again_s=(0.0, 0.0),
+        on_end=lambda *end: found.append(end),
+    )
+    child.check_started()
+    wait_until(lambda: found and found[-1][1] is None)
+    child.close()
+    assert found == [(f"ended with exit status {code}", again_s) for code, again_s in told]
+    assert [record.getMessage() for record in caplog.records] == [
+        f"the gateway {how}: "
+        + ("start one" if again_s is None else f"it is started again in 0 s ({n} of 2)")
+        for n, (how, again_s) in enumerate(found, 1)
+    ]
+
+
+def test_a_child_that_waits_for_its_next_start_is_not_started_after_the_end() -> None:
+    found: list[tuple[str, float | None]] = []
+    child = ChildProcess(
+        "gateway",
+        [sys.executable, "-c", "print('here', flush=True); raise SystemExit(1)"],
+        addresses=1,
+        effect="start one",
+        end_limit_s=5.0,
+        again_s=(3600.0,),
+        on_end=lambda *end: found.append(end),
+    )
+    child.check_started()
+    wait_until(lambda: found)
+    others = {*children(os.getpid())}
+    child.close()
+    assert {*children(os.getpid())} <= others
+    assert found == [("ended with exit status 1", 3600.0)]

@@ -203,7 +203,7 @@ def test_a_view_that_was_killed_is_told_once_and_the_run_goes_on(tmp_path: Path)
             (view,) = (pid for pid in children(rank0.pid) if "ppstream.view" in command(pid))
             os.kill(view, signal.SIGKILL)
             number = 0
-            while "the view ended with code -9" not in ranks.output():
+            while "the view ended with signal 9 SIGKILL" not in ranks.output():
                 ask(robot, number)
                 number += 1
             ask(robot, number)
