@@ -16,7 +16,12 @@ from ppstream.analysis.age_advice import Model, in_ms
 from ppstream.analysis.json_values import mapping_of
 from ppstream.analysis.places import stage_b_ns
 from ppstream.analysis.records import Envelope, Json, RunLog
-from ppstream.analysis.requests import is_on_request, serves_robots, window_period_ns
+from ppstream.analysis.requests import (
+    asked_limits_ms,
+    is_on_request,
+    serves_robots,
+    window_period_ns,
+)
 from ppstream.analysis.run_statistics import Spoilt, judged, usual_stages_ns
 from ppstream.analysis.scores import Primary, stage_a_ns, stage_c_ns
 from ppstream.analysis.segments import JudgedSpan
@@ -112,8 +117,11 @@ class LeaseNeed(NamedTuple):
 
     def _longer(self, need_ns: int) -> str:
         short = [setting for setting, ns in self.limits_ns.items() if ns < need_ns]
-        spared_ms = math.ceil(round((1 + SPARE) * need_ns / 1e6, 3))
-        return f"set {' and '.join(short)} to {spared_ms}, a tenth to spare"
+        return f"set {' and '.join(short)} to {_spared_ms(need_ns)}, a tenth to spare"
+
+
+def _spared_ms(need_ns: int) -> int:
+    return math.ceil(round((1 + SPARE) * need_ns / 1e6, 3))
 
 
 def lease_need(
@@ -225,6 +233,34 @@ def lease_note(need: LeaseNeed | None, config: Json) -> str:
     return need.is_short * (
         "whether the lease suffices was not judged, since the reference stream comes on request "
         f"(max_request_hz): a robot that streams would hold {need.holds_text}"
+    )
+
+
+def wait_note(need: LeaseNeed | None, config: Json) -> str:
+    """Returns which limits end before a robot has its turn that asks a gateway; empty: none does.
+
+    Of robots that share envelopes one asks just behind the begin of a window: it waits for the
+    next one, then for its actions. With pacing ``rows`` they share windows, and none waits long.
+    """
+    pipeline, batch = mapping_of(config.get("pipeline")), mapping_of(config.get("batch"))
+    is_shared = batch.get("rows") not in (None, 1) and pipeline.get("pacing") != "rows"
+    limits_ms = asked_limits_ms(config)
+    if need is None or not is_shared or not is_on_request(config) or not limits_ms:
+        return ""
+    wait_ns = need.gap_ns + need.age_ns
+    limits_ns = {name: 1e6 * ms for name, ms in limits_ms.items()} | age_limits_ns(config)
+    dt_ns, horizon = actions_ns(config, "dt_ms"), mapping_of(config.get("actions")).get("horizon")
+    if dt_ns is not None and isinstance(horizon, int):
+        limits_ns["actions.horizon x dt_ms"] = horizon * dt_ns
+    short = {name: ns for name, ns in limits_ns.items() if ns < wait_ns}
+    if not short:
+        return ""
+    found = " and ".join(f"{name} is {ns / 1e6:g}" for name, ns in short.items())
+    return (
+        f"robots that ask a gateway wait up to {in_ms(wait_ns)} ms here, {in_ms(need.gap_ns)} for "
+        f"a window and {in_ms(need.age_ns)} for its actions, and {found}: raise "
+        f"{'each' if len(short) > 1 else 'it'} to {_spared_ms(wait_ns)}, a tenth to spare, or have "
+        'them share windows with pipeline.pacing = "rows"'
     )
 
 

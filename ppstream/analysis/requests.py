@@ -200,6 +200,17 @@ def has_streaming_robots(config: Json) -> bool:
     return serves_robots(config) and not is_on_request(config)
 
 
+def asked_limits_ms(config: Json) -> dict[str, float]:
+    """Times within which a gateway owes its clients the answer to each request, by setting."""
+    return {
+        f"gateway[{index}].timeout_ms": float(ms)
+        for index, one in enumerate(_tables(config.get("gateway")))
+        if one.get("answer") == "exact"
+        and one.get("wire") != "lerobot"  # whose clients go on
+        and isinstance(ms := one.get("timeout_ms"), int | float)
+    }
+
+
 def window_period_ns(config: Json) -> float:
     """The period below which no new windows come, by the stated rates; 0: nothing states one."""
     table = mapping_of(config.get("pipeline"))

@@ -234,6 +234,57 @@ def test_a_gateway_that_ended_is_told_with_what_became_of_its_robots(
     assert [text[: len(told or "")] for text in said] == ([] if told is None else [told])
 
 
+OPENPI = {"wire": "openpi", "answer": "exact", "timeout_ms": 29.0}
+SHORT = (
+    "robots that ask a gateway wait up to 30.0 ms here, 10.0 for a window and 20.0 for its actions"
+)
+
+
+def wait_notes(gateway: dict[str, Any], rows: int = 8, **settings: Any) -> list[str]:
+    """Of a bring-up whose chunks are 20 ms old, 10 ms apart."""
+    golden = simulate(stages())
+    golden.manifest["config"] = {
+        "gateway": [gateway],
+        "streams": [ON_REQUEST],
+        "batch": {"rows": rows},
+        "pipeline": {"pacing": "sample"},
+        "actions": {"lease_ms": 500.0, "horizon": 10, "dt_ms": 20.0},
+    } | settings
+    return [text for text in judged(golden).statements if text.startswith("robots that ask a")]
+
+
+def test_a_time_out_below_the_wait_for_a_turn_is_told_with_the_remedy() -> None:
+    assert wait_notes(OPENPI) == [
+        f"{SHORT}, and gateway[0].timeout_ms is 29: raise it to 33, a tenth to spare, or have them "
+        'share windows with pipeline.pacing = "rows"'
+    ]
+
+
+def test_actions_that_are_past_when_their_robot_has_its_turn_are_told() -> None:
+    actions = {"lease_ms": 25.0, "horizon": 4, "dt_ms": 7.0}
+    (told,) = wait_notes(OPENPI | {"timeout_ms": 1000.0}, actions=actions)
+    assert told.startswith(
+        f"{SHORT}, and actions.lease_ms is 25 and actions.horizon x dt_ms is 28: raise each to 33"
+    )
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"gateway": OPENPI | {"timeout_ms": 30.0}},
+        {"gateway": OPENPI | {"answer": "newest"}},
+        {"gateway": OPENPI | {"wire": "lerobot"}},
+        {"gateway": OPENPI, "rows": 1},
+        {"gateway": OPENPI, "pipeline": {"pacing": "rows"}},
+        {"gateway": OPENPI, "streams": [BY_ITSELF]},
+    ],
+)
+def test_robots_that_wait_for_no_turn_or_that_long_are_told_nothing(
+    settings: dict[str, Any],
+) -> None:
+    assert wait_notes(**settings) == []
+
+
 def test_a_ledger_that_does_not_balance_is_told() -> None:
     report, text, page = with_gateway(gateway_line("left", 9, 5, errors={"gone": 1}, unanswered=1))
     (row,) = report.requests

@@ -197,3 +197,19 @@ def test_one_rank_is_refused_a_lease_that_ends_between_two_chunks(
     with pytest.raises(GateFailedError, match="SHORT_LEASE") as caught:
         check_lease(config, stages_ns)
     assert says in str(caught.value)
+
+
+def test_one_rank_warns_of_a_gateway_whose_time_out_ends_before_a_robot_has_its_turn(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    config = small_config(
+        "actions.lease_ms=1000",
+        "batch.rows=8",
+        "streams.joints.rate_hz=none",
+        "streams.joints.max_request_hz=50",
+        "gateway=[{wire='openpi', timeout_ms=79, map={joints='j', imu='i'}}]",
+    )
+    check_lease(config, {"A": [ms(3)] * 30, "B": [ms(36)] * 30, "C": [ms(1)] * 30})
+    assert (
+        "gateway[0].timeout_ms is 79 and actions.horizon x dt_ms is 40: raise each" in caplog.text
+    )
