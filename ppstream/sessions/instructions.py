@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from ppstream.ingest.rows import RowInput
 
 TEXTS_MAX: Final = 1024  # different texts of one run; the policy keeps all of them
+FULL: Final = (
+    f"robots have sent {TEXTS_MAX} different texts, the limit of one run: use one of those, or "
+    "start the run again"
+)
 
 
 class InstructionChange(NamedTuple):
@@ -60,7 +64,7 @@ class Instructions:
         self._wishes[row.session] = (row, wish)
         number = self._number(text)
         if number is None:
-            self._refuse(wish, f"{TEXTS_MAX} different texts are the limit of one run")
+            self._refuse(wish, FULL)
         elif number in self._faults:
             self._refuse(wish, self._faults[number])
         self._adopt()

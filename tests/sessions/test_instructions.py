@@ -117,3 +117,6 @@ def test_a_run_has_a_largest_number_of_texts(rows: list[RowInput], extra: int) -
     faults = [fault for _, _, fault in policy.news() if fault]
     assert len(policy.told) == TEXTS_MAX + min(extra, 0)
     assert len(faults) == max(extra, 0)
+    assert all("start the run again" in fault for fault in faults)
+    policy.instructions.request(rows[0], TEXTS_MAX + 3, "7")  # is followed still
+    assert policy.news()[-1][1:] == (7, "")
