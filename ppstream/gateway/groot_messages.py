@@ -57,7 +57,8 @@ class ModalityRequest(NamedTuple):
         is_batched = any(_spare(key, one) == 2 for key, one in flat.items())
         steps = {key: _one_step(key, value) for key, value in flat.items()}
         language = found.get(LANGUAGE)
-        texts = tuple(language) if isinstance(language, Mapping) else ()
+        texts = () if language is None else (LANGUAGE,)
+        texts = tuple(language) if isinstance(language, Mapping) else texts
         texts += tuple(key for key in flat if key.startswith(ANNOTATION) and key not in texts)
         return cls(steps, is_newer, is_newer or is_batched, is_flat, texts)
 
