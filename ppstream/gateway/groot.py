@@ -262,6 +262,8 @@ class GrootServer:
             request.counted.failed("refused")
             raise ProtocolError(UNAUTHORIZED)
         endpoint, data = message.get("endpoint", "get_action"), message.get("data")
+        if not isinstance(endpoint, str):
+            raise ProtocolError(f"endpoint: got {type(endpoint).__name__}, want a text")
         if endpoint == "ping":
             return PONG, None
         if endpoint == "get_modality_config":
@@ -269,7 +271,7 @@ class GrootServer:
         if endpoint == "kill":
             raise ProtocolError("kill is not offered here: who started the run ends it")
         if endpoint not in ("get_action", "reset"):
-            raise ProtocolError(f"Unknown endpoint: {str(endpoint)[:64]}")
+            raise ProtocolError(f"Unknown endpoint: {endpoint[:64]}")
         robot = await self._robot(request)
         async with robot.turn:
             if endpoint == "reset":

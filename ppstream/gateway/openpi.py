@@ -276,11 +276,13 @@ class OpenpiServer:
         is_short = len(frame) <= AT_ONCE_BYTES
         asked = decode(frame) if is_short else await self._in_thread(decode, frame)
         endpoint = asked.get(ENDPOINT, "infer")
+        if not isinstance(endpoint, str):
+            raise ProtocolError(f"endpoint: got {type(endpoint).__name__}, want a text")
         if endpoint == "reset":
             session.reset()
             return RESET_DONE
         if endpoint != "infer":
-            raise ProtocolError(f"endpoint: got {str(endpoint)[:64]!r}, want 'infer' or 'reset'")
+            raise ProtocolError(f"endpoint: got {endpoint[:64]!r}, want 'infer' or 'reset'")
         request.begin()
         if (episode := asked.get(EPISODE)) is not None:
             if not isinstance(episode, str | bytes | int):

@@ -156,7 +156,8 @@ def test_the_modalities_are_those_of_the_map_in_the_form_of_the_generation() -> 
         ({}, "data: got NoneType"),
         ({"endpoint": "kill"}, "kill is not offered here"),
         ({"endpoint": "x" * 200}, "Unknown endpoint: " + 64 * "x"),
-        ({"endpoint": 3}, "Unknown endpoint: 3"),
+        ({"endpoint": 3}, "endpoint: got int, want a text"),
+        ({"endpoint": np.zeros(2)}, "endpoint: got ndarray, want a text"),
         (b"", "not a message of GR00T"),
         (b"\xc1", "not a message of GR00T"),
         (b"\x80\x04\x95", "nothing is unpickled here"),
@@ -537,6 +538,7 @@ def test_the_end_of_the_gateway_is_told_to_whoever_waits() -> None:
     "given",
     [
         newer(language={"task": [["place"]]}),
+        newer(language=[["place"]]),
         older(**{"annotation.human.action.task_description": ["place"]}),
     ],
 )

@@ -144,6 +144,7 @@ def test_clients_of_vllm_omni_get_bare_actions_and_errors_that_leave_the_connect
         (observation(imu={"values": np.zeros((2, 2))}), "imu.values: got float64 [2, 2]"),
         (observation(**{"state/joints": "abc"}), "state/joints: got str"),
         ({"endpoint": "kill"}, "endpoint: got 'kill', want 'infer' or 'reset'"),
+        ({"endpoint": np.zeros(2)}, "endpoint: got ndarray, want a text"),
         (b"\xc1", "not a message of openpi"),
         (b"", "not a message of openpi"),
         ("text", "got a text frame"),
