@@ -95,6 +95,9 @@ def _instance(pickled: bytes, name: str, kind: type[T]) -> T:
         return msgspec.convert(found.fields, kind)
     except msgspec.ValidationError as error:
         raise ProtocolError(f"a {kind.__name__} that is none: {error}") from error
+    except AttributeError as error:  # msgspec's
+        reason = "an array in the place of a map"
+        raise ProtocolError(f"a {kind.__name__} that is none: {reason}") from error
 
 
 class Assembly:

@@ -212,6 +212,7 @@ CAMERA = {"dtype": "image", "shape": (8, 6, 3), "names": ["height", "width", "ch
         ),
         ({"actions_per_chunk": 5}, ["actions_per_chunk: got 5, want 4 at most"]),
         ({"actions_per_chunk": 0}, ["a RemotePolicyConfig that is none"]),
+        ({"lerobot_features": np.zeros(2)}, ["a RemotePolicyConfig that is none: an array"]),
         ({"lerobot_features": {"observation.state": 3}}, ["a RemotePolicyConfig that is none"]),
     ],
 )
@@ -308,6 +309,7 @@ def test_a_pickle_that_would_run_a_program_is_refused_and_logged_with_its_global
         (observed(values(j1_pos=1e300)), "numbers that no float32 holds"),
         (observed({"a": 1}), "got the keys 'a'"),
         (observed([1]), "a TimedObservation that is none"),
+        (observed(np.zeros(2)), "a TimedObservation that is none: an array in the place of a map"),
         (instance(OBSERVATION, {}), "missing required field"),
         (pickle.dumps(values()), "got a dict, want a lerobot"),
         (b"junk", "not a pickle of plain data"),
