@@ -134,7 +134,8 @@ class HostPolicyRank(PolicyRank):
         if (arrival := self.into.receive_nowait()) is None:
             return False
         self._waiting.append(arrival)
-        _, self.peer.last_heard_ns = arrival  # an envelope is a sign of life
+        _, rung_ns = arrival  # a sign of life; the heart may have beaten since
+        self.peer.last_heard_ns = max(self.peer.last_heard_ns, rung_ns)
         return True
 
     def _get_ready(self) -> None:

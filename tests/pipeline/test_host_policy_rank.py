@@ -8,6 +8,7 @@ import pytest
 from pipeline_in_process import NewestValues, PipelineInProcess, small_config
 from robot_rig import wait_until
 
+from ppstream.core.clock import NS_PER_S, now_ns
 from ppstream.pipeline import host_policy_rank
 from ppstream.pipeline.host_policy_rank import MESH_SPARE_NS
 from ppstream.wire.rank_messages import Measure
@@ -44,6 +45,25 @@ def test_a_line_tells_of_its_own_envelope(tmp_path: Path) -> None:
     for rank0, policy in pairs:
         assert (rank0["epoch"], rank0["seq"]) == (policy["epoch"], policy["seq"])
         assert rank0["tSend"] <= policy["tB0"] <= policy["tB1"] <= policy["tOut"] <= rank0["tRecv"]
+
+
+def test_an_envelope_that_had_to_wait_makes_no_silence_of_a_heart_that_beats(
+    tmp_path: Path,
+) -> None:
+    """It was rung for before the policy, or a prompt that it takes up, stood for a while."""
+    beat_ns = now_ns() + 3600 * NS_PER_S
+    found: list[int] = []
+
+    def act(call: int) -> None:
+        peer = pipeline.policy_loop.peer
+        if call == 0:
+            peer.last_heard_ns = beat_ns
+        found.append(peer.last_heard_ns)
+
+    with PipelineInProcess(small_config(), NewestValues(act), tmp_path) as pipeline:
+        pipeline.saturate()
+        pipeline.rank0.run(3)
+    assert found == [beat_ns] * 3
 
 
 def test_who_has_waited_for_its_mesh_is_spared_until_its_envelope_is_over(
