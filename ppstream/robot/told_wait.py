@@ -77,7 +77,8 @@ def wait_open(link: RobotLink, timeout_s: float, say: Say | None = None) -> None
     link.raise_end()
     if is_open:
         return
-    why = f"no answer within {timeout_s:g} s{_keys_hint(link)}"
+    unheard = "no run listens there, or its ranks still start"
+    why = f"no answer within {timeout_s:g} s: {unheard}{_keys_hint(link)}"
     why = why if refused is None else refused.reason
     lines = [f"{link.endpoint}: no session: {why}", *(refused.details if refused else ())]
     raise (HandshakeError if why in HOPELESS else PeerLostError)("\n  ".join(lines))

@@ -177,7 +177,7 @@ def test_a_robot_client_with_keys_is_served_on_a_network_address(tmp_path: Path)
             wait_until(lambda: server.rows[0].rings["joints"].count == 1)
         with (
             make_client(endpoint) as plain,
-            pytest.raises(PeerLostError, match=r"0\.3 s, or it .*key"),
+            pytest.raises(PeerLostError, match=r"0\.3 s: .*, or it .*key"),
         ):
             plain.connect(0.3)
 
