@@ -19,7 +19,13 @@ from ppstream.analysis.compiler_counts import compiled_parts_seen
 from ppstream.analysis.contention import alone
 from ppstream.analysis.device_times import clocks_seen, stages_on_device
 from ppstream.analysis.json_values import mapping_of
-from ppstream.analysis.lease import LeaseNeed, actions_ns, lease_of_bring_up, lease_of_service
+from ppstream.analysis.lease import (
+    LeaseNeed,
+    actions_ns,
+    lease_of_bring_up,
+    lease_of_service,
+    steps_of,
+)
 from ppstream.analysis.memory_use import memory_use
 from ppstream.analysis.period_model import (
     deeper,
@@ -30,11 +36,7 @@ from ppstream.analysis.period_model import (
 )
 from ppstream.analysis.place_table import better_cut, place_rows
 from ppstream.analysis.records import Envelope, Json, RunLog
-from ppstream.analysis.requests import (
-    is_on_request,
-    requests_of,
-    streams_on_request,
-)
+from ppstream.analysis.requests import requests_of, streams_on_request
 from ppstream.analysis.robot_states import longest_held, with_waits
 from ppstream.analysis.run_ends import failed_end, last_before_ready, lost_end, lost_lines
 from ppstream.analysis.run_report import (
@@ -211,7 +213,9 @@ def _chunks(run: RunLog) -> RobotChunks | None:
     unexecuted_ns = [*chain.from_iterable(run.unexecuted_ages_ns.values())]
     if not run.ages_ns and not unexecuted_ns:
         return None
-    limits_ns = [ns for ns in (_age_limit_ns(run), _last_step_ns(run)) if ns is not None]
+    steps = steps_of(run.config)
+    last_ns = None if steps is None else steps.last_ns
+    limits_ns = [ns for ns in (_age_limit_ns(run), last_ns) if ns is not None]
     limit_ns = min(limits_ns, default=None)
     late_ns = [ns for ns in unexecuted_ns if limit_ns is not None and ns > limit_ns]
     counts = len(run.ages_ns), len(unexecuted_ns)
@@ -221,18 +225,6 @@ def _chunks(run: RunLog) -> RobotChunks | None:
 def _age_limit_ns(run: RunLog) -> int | None:
     """No robot executes an older action; None: nobody says."""
     return actions_ns(run.config, "max_age_ms") or actions_ns(run.config, "lease_ms")
-
-
-def _last_step_ns(run: RunLog) -> int | None:
-    """All steps of an older chunk are past, as step 0 is due ``dt_ms`` behind its window.
-
-    None: nobody says, or robots ask for their chunks, which may begin at the answer.
-    """
-    dt_ns = actions_ns(run.config, "dt_ms")
-    horizon = mapping_of(run.config.get("actions")).get("horizon")
-    if dt_ns is None or not isinstance(horizon, int) or is_on_request(run.config):
-        return None
-    return (horizon + 1) * dt_ns
 
 
 def _gate(run: RunLog, profile: str, budgets_ns: tuple[int | None, int | None]) -> Gate:

@@ -1,7 +1,8 @@
 """Lease of actions: what it must cover by chunks of bring-up or of service, and who holds. Pure.
 
 A robot moves on with one chunk until the next one comes, but no longer than its lease: behind that
-it holds. So a lease must cover the age of a chunk when it is made, and the time until the next.
+it holds. So a lease must cover the age of a chunk when it is made, and the time until the next. Of
+a chunk that comes when all of its steps are past it executes none.
 """
 
 from __future__ import annotations
@@ -40,6 +41,22 @@ ASKS: Final = (
 Chunks = Sequence[tuple[int, int]]  # when each was made, in order, and when its stage A began
 
 
+class ChunkSteps(NamedTuple):
+    """The steps of a chunk: the first is due ``dt_ns`` behind the end of its window."""
+
+    horizon: int
+    dt_ns: int
+
+    @property
+    def last_ns(self) -> int:
+        """All are past in an older chunk."""
+        return (self.horizon + 1) * self.dt_ns
+
+    def of_age(self, age_ns: float) -> int:
+        """Returns the fewest steps of which one is still due at that age."""
+        return max(1, math.ceil(round(age_ns / self.dt_ns, 6)) - 1)
+
+
 class LeaseNeed(NamedTuple):
     """The time for which a robot has to move on with one chunk, and for which it may."""
 
@@ -52,6 +69,8 @@ class LeaseNeed(NamedTuple):
     held: float  # share of the time that they hold
     limits_ns: Mapping[str, int]  # by setting, of an action's age; one at least
     is_paced: bool = False  # the sensors set the pace: no envelope waits for another
+    steps: ChunkSteps | None = None  # None: nobody says, or chunks begin when they come
+    past: int = 0  # chunks whose steps were all past when they were made
 
     @property
     def lease_ns(self) -> int:
@@ -60,15 +79,26 @@ class LeaseNeed(NamedTuple):
 
     @property
     def is_short(self) -> bool:
-        """True where robots hold too often, or for too long in all."""
+        """True where robots hold too often, or for too long in all, or have no step to execute."""
+        return self._ends_early or self._comes_late
+
+    @property
+    def _ends_early(self) -> bool:
         return max(self.held, self.holds / self.chunks) > HOLDS_MAX
+
+    @property
+    def _comes_late(self) -> bool:
+        return self.past / self.chunks > HOLDS_MAX
 
     @property
     def holds_text(self) -> str:
         """Share of the time and number of times that robots hold, for people."""
+        late = f"for want of a step that is still due in {self.past} of {self.chunks} chunks"
+        if self._comes_late and not self._ends_early:
+            return f"{late} (limit {HOLDS_MAX:.0%})"
         return (
             f"{self.held:.1%} of the time, behind {self.holds} of {self.chunks} chunks "
-            f"(limit {HOLDS_MAX:.0%} of each)"
+            f"(limit {HOLDS_MAX:.0%} of each)" + f", and {late}" * self._comes_late
         )
 
     @property
@@ -80,10 +110,16 @@ class LeaseNeed(NamedTuple):
             f"with the next sample, {gap} ms later" if self.is_paced else f"{gap} ms later (p50)"
         )
         later += ", some later still" if self.need_ns > self.age_ns + self.gap_ns else ""
-        return (
+        text = (
             f"actions are {in_ms(self.age_ns)} ms old when they are made (p95), and the next "
             f"ones come {later}: robots need {in_ms(self.need_ns)} ms, and {setting} is "
             f"{self.limits_ns[setting] / 1e6:g}"
+        )
+        if self.steps is None or not self._comes_late:
+            return text
+        return (
+            f"{text}, and all steps of a chunk are past {in_ms(self.steps.last_ns)} ms behind its "
+            f"window (actions.horizon {self.steps.horizon}, dt_ms {self.steps.dt_ns / 1e6:g})"
         )
 
     @property
@@ -91,7 +127,7 @@ class LeaseNeed(NamedTuple):
         """Cost of few late chunks, for people."""
         return (
             f"{self.holds_text}: the latest needs a lease of {in_ms(self.longest_ns)} ms; mend "
-            f"what stalls the policy or the machine, or {self._longer(self.longest_ns)}"
+            f"what stalls the policy or the machine, or {self._longer(self.longest_ns, 0)}"
         )
 
     def remedy(self, model: Model | None, overlap_min: float) -> str:
@@ -101,13 +137,15 @@ class LeaseNeed(NamedTuple):
             model: names a shallower queue where robots would need less with it.
             overlap_min: S that the gate asks for, of it as well.
         """
-        text = self._longer(self.need_ns)
+        text = self._longer(self.need_ns, self.age_ns)
         less = None if model is None or self.is_paced else model.youngest
         is_sure = less is not None and less.cost < less.younger < self.age_ns  # the model fits
         if less is not None and is_sure and less.overlap >= overlap_min:
             fewer = less.cost / (self.gap_ns + less.cost)
-            text += f", or pipeline.d_in to {less.d_in}, for actions {in_ms(less.younger)} ms"
-            text += f" younger and {fewer:.0%} fewer of them"
+            need_ns = self.need_ns - less.younger + less.cost
+            beside = self._longer(need_ns, self.age_ns - less.younger, "")
+            text += f", or pipeline.d_in to {less.d_in}{beside and f' and {beside}'}, for actions "
+            text += f"{in_ms(less.younger)} ms younger and {fewer:.0%} fewer of them"
         return text
 
     def refusal(self, model: Model | None, overlap_min: float) -> str:
@@ -115,12 +153,17 @@ class LeaseNeed(NamedTuple):
         remedy = self.remedy(model, overlap_min)
         return f"robots would hold {self.holds_text}: {self.text}; {remedy}; {ASKS}"
 
-    def _longer(self, need_ns: int) -> str:
+    def _longer(self, need_ns: float, age_ns: float, begin: str = "set ") -> str:
+        """Returns what to lengthen for such a need and such chunks; empty: nothing."""
         short = [setting for setting, ns in self.limits_ns.items() if ns < need_ns]
-        return f"set {' and '.join(short)} to {_spared_ms(need_ns)}, a tenth to spare"
+        longer = [f"{' and '.join(short)} to {_spared_ms(need_ns)}"] if short else []
+        if self.steps is not None and self._comes_late and age_ns > self.steps.last_ns:
+            horizon = self.steps.of_age((1 + SPARE) * age_ns)
+            longer.append(f"actions.horizon to {horizon}, steps that the policy must give")
+        return f"{begin}{', '.join(longer)}, a tenth to spare" if longer else ""
 
 
-def _spared_ms(need_ns: int) -> int:
+def _spared_ms(need_ns: float) -> int:
     return math.ceil(round((1 + SPARE) * need_ns / 1e6, 3))
 
 
@@ -130,6 +173,7 @@ def lease_need(
     *,
     ages_ns: Sequence[int] = (),
     paced_ns: float | None = None,
+    steps: ChunkSteps | None = None,
 ) -> LeaseNeed | None:
     """Returns what chunks ask of a lease; None without two in a row, or without a limit.
 
@@ -138,6 +182,7 @@ def lease_need(
         limits_ns: by setting, of an action's age.
         ages_ns: of chunks as robots measured them; default: from A's start to the actions.
         paced_ns: period of the sensors, where they set the pace.
+        steps: of each chunk; None: nobody says, or they begin when a chunk comes.
     """
     pairs = [pair for run in runs for pair in pairwise(run)]
     own_ns = sorted(ready - start for (ready, start), _ in pairs)
@@ -167,6 +212,8 @@ def lease_need(
         held=held(lease_ns),
         limits_ns=limits_ns,
         is_paced=paced_ns is not None,
+        steps=steps,
+        past=0 if steps is None else len(own_ns) - bisect_right(own_ns, steps.last_ns),
     )
 
 
@@ -193,20 +240,23 @@ def lease_of_bring_up(
     limits_ns, paced_ns = age_limits_ns(run.config), window_period_ns(run.config)
     lines = window.measured if lost is None else judged(run, window)
     made = _made(lines, 0 if run.standalone is None else round(run.standalone.c_ns))
-    need = lease_need([made], limits_ns)
+    steps = steps_of(run.config)
+    need = lease_need([made], limits_ns, steps=steps)
     if need is None or paced_ns <= (need.gap_ns if score is None else score.period_ns):
         return need
     alone_ns = [ready - start for ready, start in made]
     if score is not None:
         alone_ns = _ages_alone_ns(lines, score.times.through)
-    return lease_need([_paced(alone_ns, paced_ns)], limits_ns, paced_ns=paced_ns)
+    paced = [_paced(alone_ns, paced_ns)]
+    return lease_need(paced, limits_ns, paced_ns=paced_ns, steps=steps)
 
 
 def lease_of_service(run: RunLog, window: JudgedSpan) -> LeaseNeed | None:
     """Returns what the lease had to cover, by the robots' clocks."""
     ages_ns = [*run.ages_ns, *chain.from_iterable(run.unexecuted_ages_ns.values())]
     runs = (_made(segment.envelopes) for segment in window.segments)
-    return lease_need(runs, age_limits_ns(run.config), ages_ns=ages_ns)
+    limits_ns, steps = age_limits_ns(run.config), steps_of(run.config)
+    return lease_need(runs, limits_ns, ages_ns=ages_ns, steps=steps)
 
 
 def lease_of_one_rank(stages_ns: Iterable[Sequence[int]], config: Json) -> LeaseNeed | None:
@@ -221,7 +271,8 @@ def lease_of_one_rank(stages_ns: Iterable[Sequence[int]], config: Json) -> Lease
     starts_ns = accumulate((max(age, paced_ns) for age in ages_ns), initial=0)
     made = [(start + age, start) for start, age in zip(starts_ns, ages_ns, strict=False)]
     is_paced = each is not None and paced_ns > each.p50_ns
-    return lease_need([made], age_limits_ns(config), paced_ns=paced_ns if is_paced else None)
+    limits_ns, paced = age_limits_ns(config), paced_ns if is_paced else None
+    return lease_need([made], limits_ns, paced_ns=paced, steps=steps_of(config))
 
 
 def lease_note(need: LeaseNeed | None, config: Json) -> str:
@@ -298,6 +349,14 @@ def age_limits_ns(config: Json) -> dict[str, int]:
     """Limits of an action's age, by setting."""
     found = {f"actions.{name}": actions_ns(config, name) for name in ("lease_ms", "max_age_ms")}
     return {name: ns for name, ns in found.items() if ns is not None}
+
+
+def steps_of(config: Json) -> ChunkSteps | None:
+    """Steps of a chunk; None: nobody says, or robots ask, whose chunks may begin at the answer."""
+    dt_ns, horizon = actions_ns(config, "dt_ms"), mapping_of(config.get("actions")).get("horizon")
+    if not dt_ns or not isinstance(horizon, int) or horizon < 1 or is_on_request(config):
+        return None
+    return ChunkSteps(horizon, dt_ns)
 
 
 def actions_ns(config: Json, name: str) -> int | None:

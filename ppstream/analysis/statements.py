@@ -181,7 +181,7 @@ def _reasons(f: Diagnosis) -> Iterator[str]:
     score = f.evidence.primary
     texts, need = _safety_texts(f) | _unknown_texts(f), f.evidence.lease
     if need is not None:
-        texts |= {"SHORT_LEASE": need.refusal(f.model, f.gate.overlap_min)}
+        texts |= {"SHORT_LEASE": need.refusal(f.model, f.gate.overlap_asked)}
     if score is not None:
         texts |= _score_texts(f, score)
     for reason in f.reasons:
@@ -309,7 +309,7 @@ def _spoilt_texts(f: Diagnosis, found: Spoilt | None) -> dict[str, str]:
     needs = "" if need is None else f"; {need.text}"
     if need is not None and need.is_paced:
         needs = f"; bring-up repeats a window until the next sample of its sensors comes{needs}"
-    step = step if need is None else need.remedy(f.model, f.gate.overlap_min)
+    step = step if need is None else need.remedy(f.model, f.gate.overlap_asked)
     return {
         "EXPIRED": f"{of} were older than the lease{lease} when they were ready{took}{others}"
         f"{needs}; free the machine, or {step}"

@@ -56,7 +56,7 @@ def _refusal(report: RunReport) -> str:
         why += f" {need.holds_text}" if code == "SHORT_LEASE" else ""
         why += "" if code == "SERVICE_HELD" else f", as {need.text}"  # which says it itself
         model = None if code == "SERVICE_HELD" else report.model  # it knows full speed alone
-        remedy = need.remedy(model, report.gate.overlap_min)
+        remedy = need.remedy(model, report.gate.overlap_asked)
         remedy += f"; {ASKS}" if code == "SHORT_LEASE" else ""
     if code == "INPUT_LIMITED" and report.window.phases != {BRING_UP}:
         remedy = "judge its bring-up, which runs at full speed"

@@ -8,6 +8,7 @@ both is the run's.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
@@ -69,6 +70,11 @@ class Gate:
     period_budget_ns: int | None = None
     latency_budget_ns: int | None = None
     accept: tuple[str, ...] = ()  # reasons that the run's configuration accepts
+
+    @property
+    def overlap_asked(self) -> float:
+        """S below which a run is refused; minus infinity: it is served all the same."""
+        return -math.inf if set(ACCEPTABLE) <= set(self.accept) else self.overlap_min
 
 
 @dataclass(frozen=True, slots=True)
