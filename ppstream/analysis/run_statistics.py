@@ -21,6 +21,18 @@ FAULTS_MAX: Final = 16  # kinds that are shown
 FAULT_CHARS: Final = 400
 #: Drops that say nothing against a run: nobody was there, or what was asked for had changed.
 HARMLESS: Final = frozenset({"absent", "answered", "not_ready", "session_reset", "stale"})
+#: Drops for what the policy or the decoder gave, or did not; so many in a row end the run.
+UNUSABLE: Final = frozenset(
+    {
+        "policy_error",
+        "unwritten",
+        "decoder_error",
+        "non_finite",
+        "limit",
+        "velocity",
+        "acceleration",
+    }
+)
 SPOILT_SHARE: Final = 0.5  # of the envelopes: then the others are no picture of the run
 LAST_EVENT_NS: Final = 50_000  # a wait shorter than this was no wait
 

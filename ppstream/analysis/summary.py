@@ -11,11 +11,12 @@ from typing import Final
 
 from ppstream.analysis.age_advice import in_ms
 from ppstream.analysis.lease import ASKS, LeaseNeed
+from ppstream.analysis.memory_use import GIB
 from ppstream.analysis.reasons import CUT_SHORT, OF_SPEED, REASONS, SERVICE, SLOWED, UNKNOWN
 from ppstream.analysis.replicas import slow_replica
 from ppstream.analysis.run_ends import more_envelopes
 from ppstream.analysis.run_report import Figure, RunReport, ServiceReport
-from ppstream.analysis.run_statistics import HARMLESS
+from ppstream.analysis.run_statistics import HARMLESS, UNUSABLE
 from ppstream.analysis.scores import resource_title
 from ppstream.analysis.unserved import TIME_MIN_NS
 from ppstream.analysis.verdict import ACCEPTABLE
@@ -153,13 +154,35 @@ def _first_step(report: RunReport) -> str:
 
 
 def _service_step(report: RunReport) -> str:
-    """Advice to look for robots without actions, or clipped chunks; empty: neither is there."""
-    if report.service is not None and (trouble := _trouble(report.service)):
+    """Advice to look for robots without actions, faults of the policy, clipped chunks or a leak.
+
+    Empty: none is there.
+    """
+    service = report.service
+    if service is None:
+        return ""
+    if trouble := _trouble(service):
         return f"{_busy_machine(report)}find out why {trouble}"
-    if clipped := _clipped(report.service):
+    if failed := _failed_calls(service):
+        return f"find out why {failed}"
+    if clipped := _clipped(service):
         why = "a robot rests at a limit, or the policy asks for too much"
         return f"find out why {clipped} were clipped: {why}"
+    grown = max(report.memory, key=lambda use: use.resident_grown_bytes, default=None)
+    if grown is not None and grown.leaks:
+        more = f"{grown.resident_grown_bytes / GIB:.2f} GiB"
+        return f"find out why the memory of rank {grown.rank} grew by {more} in service"
     return ""
+
+
+def _failed_calls(service: ServiceReport) -> str:
+    """Chunks that the policy or the decoder failed to give; empty: none."""
+    found = service.drops["envelopes"]
+    failed = {k: n for k, n in found.items() if k in UNUSABLE} if isinstance(found, Mapping) else {}
+    if not failed:
+        return ""
+    reasons = ", ".join(f"{n} {reason}" for reason, n in failed.items())
+    return f"chunks could not be used ({reasons}): see first faults in the report"
 
 
 def _trouble(service: ServiceReport) -> str:
@@ -179,9 +202,12 @@ def _trouble(service: ServiceReport) -> str:
         once = f"{who} once had no new chunk for {in_ms(starved_ns)} ms, longer than {lease}"
         return once + _silent_stream(service)
     if held_ns > gaps.limit_ns:
-        holds = sum(robot.holds or 0 for robot in service.robots)
+        holds = sum(state.holds or 0 for state in service.robots)
         held = f"robots held {counted(holds, 'time')}, {in_ms(held_ns)} ms in all"
         return f"{held}, for want of young actions"
+    for state in service.robots:
+        if state.faults and state.fault == "lease":
+            return f"robot {state.name} latched {counted(state.faults, 'fault')}, the newest: lease"
     return ""
 
 

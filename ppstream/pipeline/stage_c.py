@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
+from ppstream.analysis.run_statistics import UNUSABLE
 from ppstream.core.clock import NS_PER_MS
 from ppstream.core.errors import PolicyError, PolicyMemoryError
 from ppstream.core.user_code import Fault, fault_of
@@ -22,18 +23,6 @@ from ppstream.wire.fields import encoder
 from ppstream.wire.robot_messages import ActionChunk, Emitter, Provenance
 
 EMIT_MARGIN_NS: Final = NS_PER_MS  # an action is refused this long before its lease ends
-#: Reasons why no row can use a result; so many in a row end the run.
-UNUSABLE: Final = frozenset(
-    {
-        "policy_error",
-        "unwritten",
-        "decoder_error",
-        "non_finite",
-        "limit",
-        "velocity",
-        "acceleration",
-    }
-)
 VIEWS_MAX: Final = 64  # more than a link has slots
 RAISED: Final = frozenset({"policy_error", "decoder_error", "unwritten"})  # a fault was told first
 

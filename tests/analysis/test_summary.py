@@ -247,6 +247,44 @@ def test_a_robot_that_held_longer_than_a_lease_comes_before_any_advice_on_speed(
     assert judged(golden).sentence.endswith("there is nothing to do.")
 
 
+@pytest.mark.parametrize(
+    ("lines", "says"),
+    [
+        ([], "; there is nothing to do."),
+        (
+            [{"kind": "robot_state", "holds": 1, "held_ns": 0, "faults": 1, "fault": "lease"}],
+            "find out why robot of session 7 latched 1 fault, the newest: lease.",
+        ),
+        (
+            [{"kind": "robot_state", "holds": 1, "held_ns": 0, "faults": 1, "fault": "stop"}],
+            "; there is nothing to do.",
+        ),
+        (
+            [
+                {"kind": "event", "name": "phase", "phase": "ready", "t": 0, "generation": 0},
+                *({"kind": "memory", "resident_bytes": mib << 20} for mib in (900, 2858)),
+            ],
+            "find out why the memory of rank 0 grew by 1.91 GiB in service.",
+        ),
+    ],
+)
+def test_a_fault_or_a_leak_is_something_to_do(lines: list[dict[str, Any]], says: str) -> None:
+    golden = served(simulate(), period_ms=40).set("config.actions", {"lease_ms": 300.0})
+    golden.tell(
+        *({"session": 7, "t": ms(k), "chunk_gap_ns": ms(44)} | e for k, e in enumerate(lines))
+    )
+    assert judged(golden).sentence.endswith(says)
+
+
+def test_calls_that_failed_in_service_are_something_to_do() -> None:
+    golden = served(simulate(), period_ms=40)
+    golden.put(at=slice(500, 503), drop="policy_error").put(at=slice(600, 601), drop="non_finite")
+    assert judged(golden).sentence.endswith(
+        "first find out why chunks could not be used (3 policy_error, 1 non_finite): see first "
+        "faults in the report."
+    )
+
+
 @pytest.mark.parametrize(("clipped", "is_told"), [(336, True), (63, False)])
 def test_many_clipped_chunks_are_marked_and_no_reason(*, clipped: int, is_told: bool) -> None:
     """A robot at rest at a limit is healthy."""
