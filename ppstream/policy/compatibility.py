@@ -11,7 +11,7 @@ from difflib import get_close_matches
 from inspect import signature
 from typing import TYPE_CHECKING, Any, Final, cast
 
-from ppstream.core.errors import ConfigError
+from ppstream.core.errors import ConfigError, counted
 from ppstream.core.specs import TensorSpec
 from ppstream.policy.parts import PartSpecs, Place, cut
 from ppstream.policy.protocol import call_target, refused
@@ -128,20 +128,26 @@ def check_parts(
         ConfigError: as ``places_of``; there are fewer parts than policy ranks.
     """
     found = policy_problems(config, window, parts)
-    ranks, names = len(config.placement.policy), ", ".join(part.name for part in parts)
+    ranks, names = len(config.placement.policy), [part.name for part in parts]
     if len(parts) < ranks:
-        found.append(
-            f"placement.parts: got 'auto' for {len(parts)} parts ({names}) on {ranks} policy "
-            "ranks, want a part for each: cut the policy into more parts, or list fewer devices "
-            "in placement.policy"
-        )
+        found.append(_too_few_parts("'auto'", names, ranks))
     if found:
         raise ConfigError(found)
 
 
+def _too_few_parts(got: str, names: Sequence[str], ranks: int) -> str:
+    return (
+        f"placement.parts: got {got} for {counted(len(names), 'part')} ({', '.join(names)}) on "
+        f"{ranks} policy ranks, want a part for each: cut the policy into more parts, or list "
+        "fewer devices in placement.policy"
+    )
+
+
 def _cut_problems(where: Sequence[int], ranks: int, names: Sequence[str]) -> Iterator[str]:
     path, listed = "placement.parts", ", ".join(names)
-    if len(where) != len(names):
+    if len(names) < ranks:
+        yield _too_few_parts(str(list(where) or "none"), names, ranks)
+    elif len(where) != len(names):
         got = f"{len(where)} places" if where else "none"
         yield f"{path}: got {got}, want one for each of {len(names)} parts ({listed})"
     elif list(where) != sorted(where):

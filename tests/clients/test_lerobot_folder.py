@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ppstream import ConfigError
+from ppstream.analysis.verdict import ACCEPTABLE
 from ppstream.config.load import read
 from ppstream.core.errors import ExitCode
 from ppstream.ingest.window import input_specs
@@ -201,6 +202,7 @@ def test_the_run_of_the_run_book_fits_and_another_does_not(so101: Path) -> None:
     config = read(str(so101))
     parts = specs_of(build_parts(config, torch.device("cpu")))
     places_of(config, parts, input_specs(config), inline=True)
+    assert set(config.bringup.accept) == set(ACCEPTABLE)  # as refused: its A and C are far shorter
     config = read(str(so101), ["streams.front.image.resize=[48, 64]", "streams.joints.dim=5"])
     with pytest.raises(ConfigError) as caught:
         places_of(config, parts, input_specs(config), inline=True)

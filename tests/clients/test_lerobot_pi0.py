@@ -24,6 +24,7 @@ from pi0_sizes import CHUNK, MOST, PREFIX, SEED, TEXTS, expanded
 from safetensors.torch import load_file, save_file
 
 from ppstream import ConfigError
+from ppstream.analysis.verdict import ACCEPTABLE
 from ppstream.config.load import read
 from ppstream.ingest.window import input_specs
 from ppstream.policy.compatibility import build_parts, places_of
@@ -391,6 +392,7 @@ def test_the_run_of_the_run_book_gives_these_actions_on_one_and_more_ranks(
     parts = build_parts(config, torch.device("cpu"))
     places = places_of(config, specs_of(parts), input_specs(config))
     assert len(places) == 1 + len(config.placement.policy)
+    assert set(config.bringup.accept) == set(ACCEPTABLE)  # as refused: its A and C are far shorter
     load(parts, "lerobot")
     window, expected = reference()
     rows = len(TEXTS)

@@ -417,7 +417,7 @@ def test_a_cut_that_no_run_could_choose_is_refused_with_everything_else() -> Non
     with pytest.raises(ConfigError) as caught:
         describe(config(**(CHOSEN | {"policy": few}), decode={"target": "a.b:absent"}), 3)
     places, decoder = caught.value.problems
-    assert places.startswith("placement.parts: got 'auto' for 1 parts (part_1) on 2 policy ranks")
+    assert places.startswith("placement.parts: got 'auto' for 1 part (part_1) on 2 policy ranks")
     assert "a.b:absent" in decoder
 
 

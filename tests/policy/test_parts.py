@@ -79,6 +79,8 @@ def placed(parts: list[PartSpecs], where: tuple[int, ...], ranks: int = 2) -> li
         ((0, 1, 1), 2, "wrong: [2]"),
         ((1, 2, 3), 2, "wrong: [3]"),
         ((0, 0, 0), 1, "wrong: [1]"),
+        ((), 4, "got none for 3 parts (first, middle, last) on 4 policy ranks, want a part for"),
+        ((1, 2, 3), 4, "on 4 policy ranks, want a part for each: cut the policy into more parts"),
     ],
 )
 def test_places_that_cannot_be_are_one_error_with_the_remedy(where, ranks, text) -> None:
