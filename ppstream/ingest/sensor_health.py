@@ -20,10 +20,11 @@ if TYPE_CHECKING:
     from ppstream.ingest.rows import RowInput
 
 #: ``silent``: nothing accepted for longer than the stream's ``max_age_ms``; ``refused``: more than
-#: half of what came was; ``slow``: less than half the nominal rate; ``unchanged``: the same values
-#: for a second, which a resting robot's sensor also shows. A stream that comes on request is never
-#: silent or slow. One that falls back within 10 s is well again once it was for several looks.
-Condition = Literal["ok", "silent", "refused", "slow", "unchanged"]
+#: half of what came was; ``slow``: less than half the nominal rate; ``fast``: so much more than it
+#: that the samples kept reach back less far than a window; ``unchanged``: the same values for a
+#: second, which a resting robot's sensor also shows. A stream that comes on request is never silent
+#: or slow. One that falls back within 10 s is well again once it was for several looks.
+Condition = Literal["ok", "silent", "refused", "slow", "fast", "unchanged"]
 
 SLOW: Final = 0.5  # of the nominal rate
 FAST_AGAIN: Final = 0.6  # a slow stream is well from here on
@@ -56,7 +57,7 @@ HELPS_GATEWAY: Final = (
     "see what slows it down",
 )
 #: Conditions in which a robot is told that the run is degraded.
-DEGRADED: Final = frozenset({"silent", "refused", "slow"})
+DEGRADED: Final = frozenset({"silent", "refused", "slow", "fast"})
 
 
 class SensorChange(NamedTuple):
@@ -126,6 +127,7 @@ class SensorState:
         self._streams = config.streams
         self._helps = HELPS_GATEWAY if config.gateway else HELPS
         self._intake = intake
+        self._span_ns = round(config.window_span_ms * NS_PER_MS)
         self._tell = tell
         self._on_degraded = tell_degraded
         self._seen: dict[tuple[int, str], _Seen] = {}
@@ -165,6 +167,8 @@ class SensorState:
         if found == "ok" and place.lacks(stream.name):  # of a stream that comes on request, too
             found, why = "silent", _why_lacking(stream, seen)
         taken = seen.accepted - before.accepted
+        if found == "ok" and taken and stream.image is None:
+            found, why = self._fits_window(stream, row, ring, taken, seen.at_ns - before.at_ns)
         if found == "ok" and stream.image is None and taken >= SAMPLES_MIN:
             bank = self._intake.banks[stream.name]
             if _is_unchanged(bank, row, ring, taken):
@@ -178,6 +182,23 @@ class SensorState:
             self._tell(SensorChange(row, stream.name, found, was, why))
         else:
             self.conditions[key] = was
+
+    def _fits_window(
+        self, stream: StreamConfig, row: int, ring: SensorRing, taken: int, time_ns: int
+    ) -> tuple[Condition, str]:
+        """``fast`` where the samples kept reach back less far than a window; and why."""
+        bank = self._intake.banks[stream.name]
+        if ring.count < bank.capacity:
+            return "ok", ""
+        reach_ns = ring.newest_ns - int(bank.stamps_ns[row, ring.accepted % bank.capacity])
+        if reach_ns >= self._span_ns:
+            return "ok", ""
+        key = "max_request_hz" if stream.is_on_request else "rate_hz"
+        return "fast", (
+            f"{taken * NS_PER_S / time_ns:.1f} samples/s, {key} is {stream.most_hz:g}: the "
+            f"{bank.capacity} kept reach back {_seconds(reach_ns)}, a window "
+            f"{_seconds(self._span_ns)}; set {key} to what it sends"
+        )
 
 
 def _condition(

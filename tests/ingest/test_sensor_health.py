@@ -124,6 +124,35 @@ def test_a_stream_of_which_nothing_came_yet_is_not_told_to_lower_its_rate(rig):
     assert all("see that it is pushed" in why for why in whys)
 
 
+def test_a_stream_too_fast_for_its_ring_is_told_while_a_window_lacks_its_begin():
+    config = make_config()
+    window = msgspec.structs.replace(config.window, steps=11, dt_ms=200.0)
+    rig = Rig(msgspec.structs.replace(config, window=window))
+    kept = rig.intake.banks["joints"].capacity
+    for _ in range(3):
+        rig.second()
+    assert rig.told() == []
+    rate = kept  # a second's worth, and a window has two
+    for _ in range(3):
+        rig.second(joints=rate)
+    (change,) = rig.changes
+    assert (change.stream, change.condition) == ("joints", "fast")
+    assert change.why == (
+        f"{rate}.0 samples/s, rate_hz is 100: the {kept} kept reach back 1.00 s, a window 2.00 s; "
+        "set rate_hz to what it sends"
+    )
+    assert rig.degraded == [True]
+    for _ in range(4):
+        rig.second()
+    assert rig.degraded == [True, False]
+
+
+def test_a_fast_stream_of_which_windows_are_whole_is_no_trouble(rig):
+    for _ in range(3):
+        rig.second(joints=1000)
+    assert rig.told() == []
+
+
 def test_a_slow_stream_is_well_once_it_is_clearly_faster(rig):
     for joints, told in ((49, "slow"), (55, None), (59, None), (61, "ok")):
         rig.second(joints=joints)
