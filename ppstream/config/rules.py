@@ -305,7 +305,7 @@ def _pacing_problems(config: PipelineConfig) -> Iterator[str]:
 def _rare_window_problems(config: PipelineConfig) -> Iterator[str]:
     """Windows so seldom that a chunk's lease is over before the next one comes: robots hold."""
     lease_ms = config.actions.lease_ms
-    for path, rate_hz in _chunk_rates(config):
+    for path, rate_hz in chunk_rates(config):
         if (period_ms := 1000 / rate_hz) * ROUNDED > lease_ms:
             yield (
                 f"{path}: got {rate_hz:g}, a chunk every {period_ms:g} ms with pacing = "
@@ -314,29 +314,7 @@ def _rare_window_problems(config: PipelineConfig) -> Iterator[str]:
             )
 
 
-def warnings(config: PipelineConfig) -> Iterator[str]:
-    """Lines about what may be meant, as a single action that robots hold until the next one."""
-    actions = config.actions
-    reach_ms = actions.horizon * actions.dt_ms
-    for path, rate_hz in _chunk_rates(config):
-        if reach_ms < (period_ms := 1000 / rate_hz) * ROUNDED:
-            yield (
-                f"actions.dt_ms: got {actions.dt_ms:g} x horizon {actions.horizon} = {reach_ms:g} "
-                f"ms a chunk, less than the {period_ms:g} ms between two ({path} = {rate_hz:g}): "
-                "robots hold its last action meanwhile, and execute none of a chunk that is "
-                f"{reach_ms + actions.dt_ms:g} ms old when it comes; raise dt_ms, which is in "
-                "milliseconds, or horizon"
-            )
-    for index, stream in enumerate(config.streams if config.gateway else ()):
-        if stream.rate_hz is not None:
-            yield (
-                f"streams[{index}].rate_hz: got {stream.rate_hz:g} beside a gateway, whose clients "
-                f"send as they need actions, so that {stream.name} is called slow or silent; want "
-                "max_request_hz in its place"
-            )
-
-
-def _chunk_rates(config: PipelineConfig) -> Iterator[tuple[str, float]]:
+def chunk_rates(config: PipelineConfig) -> Iterator[tuple[str, float]]:
     """Yields the rates, each with its path, of which none lets chunks come more often.
 
     Whatever starts windows, they end at samples of the reference stream. Of a recording none

@@ -12,7 +12,8 @@ from typing import Final
 
 from ppstream import native
 from ppstream.analysis.period_model import PipelineForm, StageTimes, latency, limiting_term, period
-from ppstream.config.rules import rank_problems, warnings
+from ppstream.config.doubts import warnings
+from ppstream.config.rules import rank_problems
 from ppstream.config.schema import ImageConfig, PipelineConfig, StreamConfig
 from ppstream.core.errors import ConfigError, counted
 from ppstream.cuda import startup

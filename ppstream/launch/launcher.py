@@ -23,6 +23,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Final
 
 from ppstream.config import load
+from ppstream.config.doubts import warnings
 from ppstream.control.peer_process import HeldProcess, descendants, ranks_started_by, status_text
 from ppstream.core.errors import ConfigError, ExitCode
 from ppstream.core.interpreter import uncollected
@@ -94,6 +95,8 @@ def _run(config: PipelineConfig, args: argparse.Namespace, problems: list[str]) 
     count = args.nproc or ranks_wanted(config)
     if found := [*problems, *problems_here(config, count)]:
         raise ConfigError(found)
+    for line in warnings(config):
+        print(f"ppstream: warning: {line}", file=sys.stderr, flush=True)
     return RankLauncher(config, count).run(load.arguments_of(args))
 
 

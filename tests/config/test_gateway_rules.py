@@ -7,6 +7,7 @@ import msgspec
 import pytest
 
 from ppstream.config import gateway_rules
+from ppstream.config.doubts import warnings
 from ppstream.config.gateway_rules import (
     WIRES,
     KeyEntry,
@@ -17,7 +18,6 @@ from ppstream.config.gateway_rules import (
     missing_libraries,
 )
 from ppstream.config.load import as_toml, read
-from ppstream.config.rules import warnings
 from ppstream.config.schema import GatewayConfig, PipelineConfig
 from ppstream.core.errors import ConfigError
 

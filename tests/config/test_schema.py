@@ -8,7 +8,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from ppstream.config.rules import problems, warnings
+from ppstream.config.doubts import warnings
+from ppstream.config.rules import problems
 from ppstream.config.schema import PipelineConfig
 
 PLAIN: dict[str, Any] = {
@@ -284,6 +285,14 @@ def test_chunks_that_end_before_the_next_one_are_a_warning(
 )
 def test_chunks_that_reach_the_next_one_or_may_are_none(changes: dict[str, Any]) -> None:
     assert list(warnings(config(**changes))) == []
+
+
+def test_steps_that_are_nearly_one_are_a_warning() -> None:
+    (found,) = warnings(config(window__dt_ms=0.005))
+    assert found.startswith("window.dt_ms: got 0.005, so that ")
+    assert "all steps are nearly equal; raise dt_ms, which is in milliseconds" in found
+    assert problems(config(window__dt_ms=0.005)) == []
+    assert list(warnings(config(window__dt_ms=0.005, window__steps=1))) == []
 
 
 @pytest.mark.parametrize(

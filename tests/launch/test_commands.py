@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from ppstream.launch.commands import COMMANDS, main
+from ppstream.launch.launcher import RankLauncher
 
 PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
 
@@ -100,6 +101,15 @@ def test_no_run_has_less_than_one_rank(
     assert left.value.code == 2
     last = capsys.readouterr().err.splitlines()[-1]
     assert last.endswith(f"argument --nproc: got '{count}', want a whole number, at least 1")
+
+
+@pytest.mark.parametrize(("dt_ms", "is_told"), [("0.001", True), ("5", False)])
+def test_run_tells_what_check_warns_of(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, dt_ms: str, is_told: bool
+) -> None:
+    monkeypatch.setattr(RankLauncher, "run", lambda _self, _arguments: 0)
+    assert main(["run", "bench", "--set", f"window.dt_ms={dt_ms}"]) == 0
+    assert ("ppstream: warning: window.dt_ms: got 0.001" in capsys.readouterr().err) == is_told
 
 
 def test_check_prints_what_a_run_would_place_where(capsys: pytest.CaptureFixture[str]) -> None:
