@@ -12,7 +12,7 @@ import json
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from ppstream.analysis.judge import judge
 from ppstream.analysis.log_reader import find_runs, read_run
@@ -20,6 +20,7 @@ from ppstream.analysis.records import RunLog
 from ppstream.analysis.run_report import RunReport
 from ppstream.analysis.verdict import SEVERITY, Verdict
 from ppstream.core.errors import CompareError, LogError
+from ppstream.core.phases import PHASES
 from ppstream.report.comparison import compare_folders, comparison_dict, comparison_text
 from ppstream.report.terminal import columns, show
 from ppstream.report.text import Line, lines_of
@@ -29,6 +30,14 @@ if TYPE_CHECKING:
 
 SCHEMA: Final = "ppstream.report/1"
 BAD_INPUT: Final = 3
+
+
+class _Parser(argparse.ArgumentParser):
+    """Ends as bad input, where argparse's own 2 is the verdict INCONCLUSIVE."""
+
+    def error(self, message: str) -> NoReturn:
+        self.print_usage(sys.stderr)
+        self.exit(BAD_INPUT, f"{self.prog}: error: {message}\n")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -97,7 +106,7 @@ def report_dict(judged: Iterable[Judged]) -> dict[str, object]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="ppstream report",
         description="Judge run logs: does the pipeline overlap, and can the log be believed?",
         epilog="exit: 0 PASS or accepted by the run's own bringup.accept, 1 FAIL, 2 INCONCLUSIVE, "
@@ -122,7 +131,10 @@ def _parser() -> argparse.ArgumentParser:
         help="bringup: safety and overlap; release: efficiency and the model, too",
     )
     parser.add_argument(
-        "--phase", metavar="PHASE", help="judge this phase (default: bring-up where there is any)"
+        "--phase",
+        metavar="PHASE",
+        choices=PHASES,
+        help="judge this phase (default: bring-up where there is any)",
     )
     return parser
 

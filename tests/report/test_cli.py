@@ -188,6 +188,16 @@ def test_exit_code_is_the_verdict(
     assert main([str(tmp_path), *options]) == code
 
 
+def test_a_phase_that_no_run_has_is_no_log_that_lacks_lines(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    simulate().write(tmp_path)
+    with pytest.raises(SystemExit) as caught:
+        main([str(tmp_path), "--phase", "redy"])
+    assert caught.value.code == BAD_INPUT
+    assert "--phase: invalid choice: 'redy' (choose from 'starting'" in capsys.readouterr().err
+
+
 def test_several_runs_are_all_reported_newest_last_and_the_worst_decides(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
