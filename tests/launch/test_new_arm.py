@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from ppstream import ConfigError
 from ppstream.config.load import locate, read
 from ppstream.core.clock import NS_PER_S, now_ns
+from ppstream.core.errors import PeerLostError
 from ppstream.ingest.intake import build_intake
 from ppstream.launch import commands, new_arm
 from ppstream.launch.new_arm import Arm, toml_of
@@ -133,6 +134,17 @@ def test_its_robot_ends_with_the_fault_that_lets_the_arm_move_no_more(
     said = capsys.readouterr()
     assert f"faults: 1 (last: {fault})" in said.out
     assert said.err.endswith("OSError: unplugged\n" if failing else "")
+
+
+def test_its_robot_says_in_a_line_why_a_run_serves_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wait_ready(_self: Served, _timeout_s: float, **_: Any) -> bool:
+        raise PeerLostError("the run is stopped: it does not become ready")
+
+    monkeypatch.setattr(robot, "RobotClient", Served)
+    monkeypatch.setattr(Served, "wait_ready", wait_ready)
+    with pytest.raises(SystemExit) as ended:
+        robot.main(str(locate("two_cameras")), 10)
+    assert ended.value.code == "the run is stopped: it does not become ready"
 
 
 def test_the_shipped_configuration_is_what_it_writes() -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from msgspec import toml
 
-from ppstream import ControlLoop, RobotClient
+from ppstream import ControlLoop, PpstreamError, RobotClient
 
 Array = np.ndarray[Any, Any]
 say = partial(print, flush=True)
@@ -85,8 +85,12 @@ def main(file: str, duration_s: float | None = None) -> None:
     )
     end = threading.Event()
     with suppress(KeyboardInterrupt), client:
-        client.connect(START_S, say=say)
-        if not client.wait_ready(START_S, say=say):
+        try:
+            client.connect(START_S, say=say)
+            is_ready = client.wait_ready(START_S, say=say)
+        except PpstreamError as error:  # the run was refused, or wants another robot
+            raise SystemExit(str(error)) from None
+        if not is_ready:
             raise SystemExit(f"the run is {client.phase} after {START_S} s, not ready")
         for stream in cameras:
             threading.Thread(target=film, args=(client, loop, arm, stream, end)).start()
