@@ -154,7 +154,8 @@ UNJUDGED_AGAIN = pytest.mark.flaky(reruns=2, reruns_delay=5, only_rerun=["GATE_I
 @UNJUDGED_AGAIN
 def test_a_run_times_its_parts_and_takes_the_best_cut(tmp_path):
     parts = "policy.options={parts_ms=[10, 10, 20, 20], horizon=4, action_dim=2}"
-    with Ranks(tmp_path, *auto(3), parts, module=SERVE, world_size=3) as run:
+    settings = *auto(3), parts, "actions.dt_ms=20"  # chunks are some 70 ms old
+    with Ranks(tmp_path, *settings, module=SERVE, world_size=3) as run:
         assert run.wait() == [0] * 3, run.output()
         told = json.loads((run.directory / "run.json").read_text())
     assert told["cut"]["chosen"] == [0, 0, 1, 2]
