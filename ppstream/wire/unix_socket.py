@@ -47,6 +47,9 @@ from ppstream.wire.message_socket import (
 )
 
 PACKET_BYTES_MAX: Final = 32 * 1024  # in one packet; SO_SNDBUF has room for six, or 50 carriers
+#: Of a message with a tail, as a camera's: while rank 0 computes a policy itself nobody reads, and
+#: what finds no room is lost. A carrier costs some 7 us more than a packet.
+TAILED_BYTES_MAX: Final = 8 * 1024
 BACKLOG: Final = 128  # connections not accepted yet
 LOOKS_MAX: Final = 2  # for readable connections, in one drain
 READY_MAX: Final = 64  # connections that the kernel names at once
@@ -105,7 +108,7 @@ class _UnixSocket(ABC):
                 if tail is NO_TAIL and len(body) <= PACKET_BYTES_MAX:
                     connection.socket.send(body)
                     return True
-                if len(body) + tail.nbytes <= PACKET_BYTES_MAX:
+                if tail is not NO_TAIL and len(body) + tail.nbytes <= TAILED_BYTES_MAX:
                     connection.socket.sendmsg((body, tail))
                     return True
             except OSError as failed:

@@ -17,7 +17,7 @@ from ppstream.core.waiter import Waiter
 from ppstream.wire.message_memory import LargeMessage
 from ppstream.wire.message_socket import MAX_DRAIN_BYTES, MAX_FRAME_BYTES, Frame, MessageSocket
 from ppstream.wire.transports import bind_server, connect_client
-from ppstream.wire.unix_socket import PACKET_BYTES_MAX
+from ppstream.wire.unix_socket import PACKET_BYTES_MAX, TAILED_BYTES_MAX
 
 
 @pytest.fixture(params=["tcp", "unix"])
@@ -159,7 +159,9 @@ def test_a_large_frame_is_handed_over_where_it_arrived_and_stays_whole(endpoint:
     assert [bytes(frame.body) for frame in frames] == sent
 
 
-@pytest.mark.parametrize("size", [1, 65_535, PACKET_BYTES_MAX, PACKET_BYTES_MAX + 1, 1_000_000])
+@pytest.mark.parametrize(
+    "size", [1, 65_535, TAILED_BYTES_MAX, TAILED_BYTES_MAX + 1, PACKET_BYTES_MAX, 1_000_000]
+)
 def test_a_body_and_a_tail_arrive_as_one_message_in_both_directions(
     endpoint: str, size: int
 ) -> None:
@@ -175,6 +177,20 @@ def test_a_body_and_a_tail_arrive_as_one_message_in_both_directions(
     assert bytes(frames[1].body) == whole
     client.close()
     server.close()
+
+
+def test_as_many_frames_of_a_small_camera_wait_as_of_a_large_one(tmp_path: Path) -> None:
+    waiting = []
+    for size in (3 * 96 * 96, 1_000_000):
+        server = bind_server(f"unix://{tmp_path}/robot")
+        client = connect_client(server.endpoint)
+        frame, sent = memoryview(bytes(size)), 0
+        while client.send(b"head", tail=frame):
+            sent += 1
+        waiting.append(sent)
+        client.close()
+        server.close()
+    assert waiting[0] >= waiting[1] > 10
 
 
 @pytest.mark.parametrize("rows", [1000, 10_000])

@@ -509,8 +509,8 @@ def test_frames_of_several_cameras_at_once_find_room_before_any_is_read(
 
 @pytest.mark.parametrize(
     ("height", "width", "is_packet"),
-    [(96, 96, True), (224, 224, False), (HEIGHT, WIDTH, False)],
-    ids=["27 KB", "150 KB", "2.8 MB"],
+    [(48, 48, True), (96, 96, False), (224, 224, False), (HEIGHT, WIDTH, False)],
+    ids=["7 KB", "27 KB", "150 KB", "2.8 MB"],
 )
 def test_a_frame_is_copied_twice_between_array_and_ring(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, height: int, width: int, is_packet: bool
