@@ -38,7 +38,13 @@ from ppstream.analysis.place_table import better_cut, place_rows
 from ppstream.analysis.records import Envelope, Json, RunLog
 from ppstream.analysis.requests import requests_of, streams_on_request
 from ppstream.analysis.robot_states import longest_held, with_waits
-from ppstream.analysis.run_ends import failed_end, last_before_ready, lost_end, lost_lines
+from ppstream.analysis.run_ends import (
+    failed_end,
+    last_before_ready,
+    lost_end,
+    lost_lines,
+    refused_alone,
+)
 from ppstream.analysis.run_report import (
     OldestAction,
     PolicySeen,
@@ -161,6 +167,7 @@ def _report(findings: Diagnosis, queues: QueueMaxima, service: ServiceReport | N
         judged_reasons=findings.reasons,
         failed_end=failed_end(run),
         unready=last_before_ready(run),
+        refused_alone=refused_alone(run),
     )
 
 

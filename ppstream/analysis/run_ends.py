@@ -11,11 +11,12 @@ from ppstream.analysis.json_values import mapping_of
 from ppstream.analysis.records import RunLog
 from ppstream.analysis.run_statistics import shown
 from ppstream.analysis.segments import JudgedSpan
-from ppstream.core.errors import OTHER_LEFT, ExitCode, counted
+from ppstream.core.errors import OTHER_LEFT, ExitCode, counted, printable
 from ppstream.core.phases import BRING_UP, ENDING, SERVING
 
 #: No failures of a rank: the verdict itself tells of those of the gate.
 AS_ASKED: Final = (ExitCode.DRAINED, ExitCode.GATE_FAIL, ExitCode.GATE_INCONCLUSIVE)
+REASON_CHARS: Final = 1000
 
 
 def failed_end(run: RunLog) -> str:
@@ -34,6 +35,17 @@ def failed_end(run: RunLog) -> str:
     rank = min(failed, key=lambda rank: _by_another(ends[rank]))  # the first of equals
     code, name, reason = (shown(ends[rank].get(field)) for field in ("code", "name", "reason"))
     return f"rank {shown(rank)} ended with {code} {name}: {reason}"
+
+
+def refused_alone(run: RunLog) -> str:
+    """Why one rank by itself was refused before it served, which no gate judges; empty: it was not.
+
+    Of several ranks the gate's verdict tells it.
+    """
+    end = _end(run, 0)
+    if run.topology.world_size > 1 or end.get("code") != ExitCode.GATE_FAIL:
+        return ""
+    return printable(str(end.get("reason") or ""), REASON_CHARS, " ")
 
 
 def lost_end(run: RunLog) -> str:

@@ -158,6 +158,7 @@ class RunReport:
     lease: LeaseNeed | None = None  # what it must cover, by bring-up
     failed_end: str = ""  # the rank that failed first, and how; empty: none did
     unready: str = ""  # the phase in which it was stopped before it was ready; empty: it was not
+    refused_alone: str = ""  # why one rank by itself was refused; empty: it was not
 
     @property
     def origin(self) -> list[str]:

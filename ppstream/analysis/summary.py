@@ -12,7 +12,7 @@ from typing import Final
 from ppstream.analysis.age_advice import in_ms
 from ppstream.analysis.lease import ASKS, LeaseNeed
 from ppstream.analysis.memory_use import GIB
-from ppstream.analysis.reasons import CUT_SHORT, OF_SPEED, REASONS, SERVICE, SLOWED, UNKNOWN
+from ppstream.analysis.reasons import CUT_SHORT, OF_SPEED, REASONS, SCORE, SERVICE, SLOWED, UNKNOWN
 from ppstream.analysis.replicas import slow_replica
 from ppstream.analysis.run_ends import more_envelopes
 from ppstream.analysis.run_report import Figure, RunReport, ServiceReport
@@ -51,6 +51,8 @@ def _refusal(report: RunReport) -> str:
     codes = code + (f" and {more} more" if more else "")
     if report.failed_end and report.service is None and code in CUT_SHORT:
         return f"{UNKNOWN}: {report.failed_end} ({codes}); first {REASONS['SERVICE_ENDED'][2]}."
+    if report.refused_alone and code == "INLINE" and report.service is None:
+        return f"{SCORE}: {report.refused_alone}."
     if report.service is not None and code in report.service.reasons:
         begin, why = SERVICE, f"{_before_service(report)}{report.service.reasons[code]}"
     if (need := _short_lease(report, code)) is not None:

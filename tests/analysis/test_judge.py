@@ -137,6 +137,17 @@ def test_a_failure_before_service_is_told_and_so_is_a_run_without_an_end() -> No
     assert unfinished not in judge(replace(run, exits={"1": LOST})).statements  # it is known to end
 
 
+def test_one_rank_that_was_refused_says_why_first() -> None:
+    reason = "SHORT_LEASE: robots would hold 40.0% of the time; set actions.lease_ms to 88"
+    end = {"code": 30, "name": "GATE_FAIL", "reason": reason, "generation": 0}
+    warming = simulate().set("topology.world_size", 1).put(phase="warming").parse()
+    report = judge(replace(warming, exits={"0": end}, finished=True))
+    assert report.reasons == ["INLINE"]
+    assert report.sentence == f"This pipeline may not drive a robot yet: {reason}."
+    asked = judge(replace(warming, exits={"0": end | {"code": 0}}, finished=True))
+    assert reason not in asked.sentence
+
+
 @pytest.mark.parametrize(
     ("code", "ends", "said"),
     [
