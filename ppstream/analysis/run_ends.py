@@ -38,7 +38,7 @@ def failed_end(run: RunLog) -> str:
 
 
 def refused_alone(run: RunLog) -> str:
-    """Why one rank by itself was refused before it served, which no gate judges; empty: it was not.
+    """Returns why one rank by itself, which no gate judges, was refused; empty: it was not.
 
     Of several ranks the gate's verdict tells it.
     """

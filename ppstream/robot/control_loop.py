@@ -88,6 +88,7 @@ class LoopStatistics:
     longest_collection_ns: int
     refused: tuple[str, ...]
     fault: str
+    refused_text: str = ""  # of chunks
 
     def oldest_text(self) -> str:
         """For people: ``oldest action executed: 41.3 ms of 60``."""
@@ -99,7 +100,8 @@ class LoopStatistics:
         fault = printable(self.fault.splitlines()[0], MAX_TEXT) if self.fault else ""
         last = f" (last: {fault})" if fault else ""
         done = f"{self.executed} executed, {self.held} held, faults: {self.faults}{last}"
-        return f"{ticks}; {done}; {self.oldest_text()}"
+        why = "" if self.oldest_ns else self.refused_text
+        return f"{ticks}; {done}; {self.oldest_text()}{why}"
 
 
 class ControlLoop:
@@ -266,6 +268,7 @@ class ControlLoop:
             longest_collection_ns=self._garbage.longest_ns,
             refused=self._realtime.refused,
             fault=self._said,
+            refused_text=timeline.refused_text(),
         )
 
     def _run(self, duration_ns: int | None) -> None:

@@ -42,6 +42,11 @@ class TimelineStatistics:
         """For people: ``oldest action executed: 41.3 ms of 60``."""
         return oldest_text(self.oldest_ns, self.max_age_ns)
 
+    def refused_text(self) -> str:
+        """For people: ``; of 41 chunks refused: 2 expired``; empty: none was."""
+        refused = ", ".join(f"{count} {why}" for why, count in self.refused.items() if count)
+        return f"; of {counted(self.received, 'chunk')} refused: {refused}" if refused else ""
+
 
 def oldest_text(oldest_ns: int, max_age_ns: int) -> str:
     """For people; an age of 0 means that no action was executed."""
@@ -203,10 +208,8 @@ class ClientStatistics:
             pause = f"{again.pause_ns / NS_PER_MS:g} ms"
             state = f"no session{why}: asked {counted(again.attempts, 'time')}, pause {pause}"
         age = f"age p50 {self.age.p50_ns / NS_PER_MS:.1f} p99 {self.age.p99_ns / NS_PER_MS:.1f} ms"
-        timeline = self.timeline
-        refused = ", ".join(f"{count} {why}" for why, count in timeline.refused.items() if count)
-        chunks = f"; of {counted(timeline.received, 'chunk')} refused: {refused}" if refused else ""
-        return f"{state}; {age}; {timeline.oldest_text()}{chunks}"
+        chunks = f"{self.timeline.oldest_text()}{self.timeline.refused_text()}"
+        return f"{state}; {age}; {chunks}"
 
 
 class ClientCounts:

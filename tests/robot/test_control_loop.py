@@ -78,6 +78,19 @@ def test_it_holds_without_a_fault_until_the_first_action() -> None:
     assert robot.loop.fault is None
 
 
+def test_a_loop_that_executed_nothing_says_why_its_chunks_were_refused() -> None:
+    robot = Robot()
+    robot.tick()
+    assert robot.loop.statistics().line().endswith("; no action executed")
+    late_ns = robot.clock() - LEASE_NS
+    assert robot.timeline.merge(make_chunk(0, end_ns=late_ns), robot.clock()) == "superseded"
+    said = "no action executed; of 1 chunk refused: 1 superseded"
+    assert robot.loop.statistics().line().endswith(said)
+    robot.receive(1)
+    robot.tick()
+    assert "refused" not in robot.loop.statistics().line()
+
+
 def test_an_expired_lease_is_a_fault_that_stays() -> None:
     robot = Robot()
     robot.receive(0)
