@@ -443,11 +443,14 @@ def _log(f: Diagnosis) -> Iterator[str]:
 
 def _rules(f: Diagnosis) -> Iterator[str]:
     found = f.evidence.run.rule_counts
-    if found is not None and (found.clipped_chunks or found.refused):
-        yield (
-            f"the rules of [actions] changed the policy's actions: {found.text}; check its "
-            "scaling before you widen the limits"
-        )
+    if found is None or not (found.clipped_chunks or found.refused):
+        return
+    steps = []
+    if found.clipped_chunks or set(found.refused) - {"non_finite"}:
+        steps.append("check its scaling before you widen the limits")
+    if "non_finite" in found.refused:
+        steps.append("find what makes them NaN or infinite: what a decoder does not write is NaN")
+    yield f"the rules of [actions] changed the policy's actions: {found.text}; {'; '.join(steps)}"
 
 
 def _lacking(f: Diagnosis, fields: list[str]) -> str:

@@ -276,6 +276,25 @@ def test_a_fault_or_a_leak_is_something_to_do(lines: list[dict[str, Any]], says:
     assert judged(golden).sentence.endswith(says)
 
 
+@pytest.mark.parametrize(
+    ("clipped", "refused", "says"),
+    [
+        (0, {"non_finite": 17}, "17 refused (17 non_finite); find what makes them NaN or infinite"),
+        (9, {}, "9 of 600 chunks clipped (9 values), none refused; check its scaling before you"),
+        (0, {"limit": 2, "non_finite": 1}, "widen the limits; find what makes them NaN"),
+    ],
+)
+def test_chunks_that_are_no_numbers_are_no_question_of_scaling(
+    clipped: int, refused: dict[str, int], says: str
+) -> None:
+    golden = served(simulate(), period_ms=40)
+    counts = {"clipped_chunks": clipped, "clipped_values": clipped, "refused": refused}
+    golden.tell(golden.book() | {"actions": {"chunks": 600} | counts})
+    (told,) = (one for one in judged(golden).statements if one.startswith("the rules of [actions]"))
+    assert says in told
+    assert ("scaling" in told) == (refused != {"non_finite": 17})
+
+
 def test_calls_that_failed_in_service_are_something_to_do() -> None:
     golden = served(simulate(), period_ms=40)
     golden.put(at=slice(500, 503), drop="policy_error").put(at=slice(600, 601), drop="non_finite")
