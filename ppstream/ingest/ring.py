@@ -131,6 +131,13 @@ class SensorRing(native.Ring):
         self._takes = self._is_plain  # the core does
 
     @property
+    def reach_ns(self) -> int | None:
+        """From the oldest sample that is kept to the newest; None while there is room for more."""
+        if self.count < self._capacity:
+            return None
+        return self.newest_ns - self._stamp_of(self.accepted - self.count)
+
+    @property
     def tap(self) -> RowTap | None:
         """Told of what arrives; set by who records."""
         return self._tap

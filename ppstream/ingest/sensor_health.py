@@ -168,7 +168,7 @@ class SensorState:
             found, why = "silent", _why_lacking(stream, seen)
         taken = seen.accepted - before.accepted
         if found == "ok" and taken and stream.image is None:
-            found, why = self._fits_window(stream, row, ring, taken, seen.at_ns - before.at_ns)
+            found, why = self._fits_window(stream, ring, taken, seen.at_ns - before.at_ns)
         if found == "ok" and stream.image is None and taken >= SAMPLES_MIN:
             bank = self._intake.banks[stream.name]
             if _is_unchanged(bank, row, ring, taken):
@@ -184,19 +184,16 @@ class SensorState:
             self.conditions[key] = was
 
     def _fits_window(
-        self, stream: StreamConfig, row: int, ring: SensorRing, taken: int, time_ns: int
+        self, stream: StreamConfig, ring: SensorRing, taken: int, time_ns: int
     ) -> tuple[Condition, str]:
         """``fast`` where the samples kept reach back less far than a window; and why."""
-        bank = self._intake.banks[stream.name]
-        if ring.count < bank.capacity:
-            return "ok", ""
-        reach_ns = ring.newest_ns - int(bank.stamps_ns[row, ring.accepted % bank.capacity])
-        if reach_ns >= self._span_ns:
+        reach_ns = ring.reach_ns
+        if reach_ns is None or reach_ns >= self._span_ns:
             return "ok", ""
         key = "max_request_hz" if stream.is_on_request else "rate_hz"
         return "fast", (
             f"{taken * NS_PER_S / time_ns:.1f} samples/s, {key} is {stream.most_hz:g}: the "
-            f"{bank.capacity} kept reach back {_seconds(reach_ns)}, a window "
+            f"{ring.count} kept reach back {_seconds(reach_ns)}, a window "
             f"{_seconds(self._span_ns)}; set {key} to what it sends"
         )
 
