@@ -83,7 +83,7 @@ def alone(run: RunLog, window: JudgedSpan, score: Primary, machine: Machine | No
     slow, own = _own(parts, [one for one in found if one is not None], both, ran)
     waiting = _each(min, ran, _each(add, own, _waits(parts, own, score, topology, machine)))
     worked = _resources(own, topology)
-    ignores_waits = waiting != own and sum(worked) < PROVEN * score.period_ns
+    ignores_waits = waiting != own and not _fills(worked, score.period_ns)
     fair = own if ignores_waits else waiting
     resources = _resources(fair, topology)
     return Alone(
@@ -251,10 +251,15 @@ def _overlap(
                 continue  # A and C share what ``gpu0`` stands for
             claimed = _turns_overlap(ran, (ran[one], ran[other]), period_ns)
             if claimed is not None and claimed >= PAIR_CLAIMED:
-                is_proven = worked[one] + worked[other] >= PROVEN * period_ns
+                is_proven = _fills((worked[one], worked[other]), period_ns)
                 own = fair if is_proven else worked
                 found.append(_turns_overlap(own, (own[one], own[other]), period_ns))
     return min((s for s in found if s is not None), default=None)
+
+
+def _fills(worked: tuple[float, ...], period_ns: float) -> bool:
+    """True where that work does not fit into the period in turn."""
+    return sum(worked) >= PROVEN * period_ns
 
 
 def _turns_overlap(
