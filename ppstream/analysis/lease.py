@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, chain, pairwise
 from typing import Final, NamedTuple
 
@@ -275,7 +275,12 @@ def lease_of_one_rank(stages_ns: Iterable[Sequence[int]], config: Json) -> Lease
     return lease_need([made], limits_ns, paced_ns=paced, steps=steps_of(config))
 
 
-def lease_note(need: LeaseNeed | None, config: Json) -> str:
+def lease_notes(need: LeaseNeed | None, config: Json) -> Iterator[str]:
+    """Yields, for people, how long robots would hold, and which limits end too soon."""
+    yield from filter(None, (_hold_note(need, config), _wait_note(need, config)))
+
+
+def _hold_note(need: LeaseNeed | None, config: Json) -> str:
     """Returns how long robots would hold though the gate let them come; empty: they would not."""
     if need is None or not need.holds or not serves_robots(config):
         return ""
@@ -287,7 +292,7 @@ def lease_note(need: LeaseNeed | None, config: Json) -> str:
     )
 
 
-def wait_note(need: LeaseNeed | None, config: Json) -> str:
+def _wait_note(need: LeaseNeed | None, config: Json) -> str:
     """Returns which limits end before a robot has its turn that asks a gateway; empty: none does.
 
     Of robots that share envelopes one asks just behind the begin of a window: it waits for the
@@ -300,9 +305,8 @@ def wait_note(need: LeaseNeed | None, config: Json) -> str:
         return ""
     wait_ns = need.gap_ns + need.age_ns
     limits_ns = {name: 1e6 * ms for name, ms in limits_ms.items()} | age_limits_ns(config)
-    dt_ns, horizon = actions_ns(config, "dt_ms"), mapping_of(config.get("actions")).get("horizon")
-    if dt_ns is not None and isinstance(horizon, int):
-        limits_ns["actions.horizon x dt_ms"] = horizon * dt_ns
+    if (steps := _steps_stated(config)) is not None:
+        limits_ns["actions.horizon x dt_ms"] = steps.horizon * steps.dt_ns
     short = {name: ns for name, ns in limits_ns.items() if ns < wait_ns}
     if not short:
         return ""
@@ -353,8 +357,12 @@ def age_limits_ns(config: Json) -> dict[str, int]:
 
 def steps_of(config: Json) -> ChunkSteps | None:
     """Steps of a chunk; None: nobody says, or robots ask, whose chunks may begin at the answer."""
+    return None if is_on_request(config) else _steps_stated(config)
+
+
+def _steps_stated(config: Json) -> ChunkSteps | None:
     dt_ns, horizon = actions_ns(config, "dt_ms"), mapping_of(config.get("actions")).get("horizon")
-    if not dt_ns or not isinstance(horizon, int) or horizon < 1 or is_on_request(config):
+    if not dt_ns or not isinstance(horizon, int) or horizon < 1:
         return None
     return ChunkSteps(horizon, dt_ns)
 

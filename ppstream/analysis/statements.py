@@ -9,7 +9,7 @@ from typing import Final
 from ppstream.analysis.age_advice import SAME, Model, depth_advice, in_ms
 from ppstream.analysis.audits import by_note
 from ppstream.analysis.contention import MOVED_MAX, MOVED_NS
-from ppstream.analysis.lease import lease_note, wait_note
+from ppstream.analysis.lease import lease_notes
 from ppstream.analysis.place_table import BetterCut, PlaceRow, held_hop
 from ppstream.analysis.replicas import pace_of, replica_sentences
 from ppstream.analysis.requests import Requests, gateway_ends
@@ -128,8 +128,7 @@ def _in_step(f: Diagnosis) -> Iterator[str]:
 
 
 def _holds(f: Diagnosis) -> Iterator[str]:
-    need, config = f.evidence.lease, f.evidence.run.config
-    yield from filter(None, (lease_note(need, config), wait_note(need, config)))
+    yield from lease_notes(f.evidence.lease, f.evidence.run.config)
 
 
 def _alone(f: Diagnosis) -> Iterator[str]:

@@ -21,7 +21,7 @@ import msgspec
 import torch
 
 from ppstream.analysis.judge import judge
-from ppstream.analysis.lease import lease_note, lease_of_one_rank, wait_note
+from ppstream.analysis.lease import lease_notes, lease_of_one_rank
 from ppstream.analysis.log_reader import read_run
 from ppstream.analysis.requests import has_streaming_robots
 from ppstream.analysis.scores import resource_title
@@ -292,7 +292,7 @@ def check_lease(config: PipelineConfig, durations: Mapping[str, Sequence[int]]) 
 
 
 def _warn_of_holds(need: LeaseNeed | None, config: Mapping[str, Any]) -> None:
-    for note in filter(None, (lease_note(need, config), wait_note(need, config))):
+    for note in lease_notes(need, config):
         logger.warning("%s", note)
 
 
