@@ -44,8 +44,15 @@ ASCII: Final = {"█": "#", "·": "-"}  # where the terminal's encoding has no o
 #: Events that a person at a terminal waits for.
 SHOWN: Final = frozenset(
     {
-        *("degraded", "epoch_cut", "fault", "gateway", "phase", "refused", "replica_lost"),
-        *("sensor", "verdict"),
+        "degraded",
+        "epoch_cut",
+        "fault",
+        "gateway",
+        "phase",
+        "refused",
+        "replica_lost",
+        "sensor",
+        "verdict",
     }
 )
 
