@@ -69,7 +69,11 @@ REASONS: Final[Mapping[str, tuple[str, str, str]]] = {
         "parts of the log could not be checked",
         "see in the report what is missing",
     ),
-    "PERTURBED": (UNKNOWN, "a profiler or an injected fault was on", "measure again without it"),
+    "PERTURBED": (
+        UNKNOWN,
+        "a fault or a profiler disturbed what was measured",
+        "mend the first fault that the report names, or end the profiler",
+    ),
     "TOO_FEW": (
         UNKNOWN,
         "too few chunks were measured",

@@ -19,7 +19,13 @@ from ppstream.analysis.run_ends import (
     last_before_ready,
     more_envelopes,
 )
-from ppstream.analysis.run_statistics import Spoilt, judged, usual_stages_ns, wait_share
+from ppstream.analysis.run_statistics import (
+    Spoilt,
+    first_faults,
+    judged,
+    usual_stages_ns,
+    wait_share,
+)
 from ppstream.analysis.scores import (
     CEILING_MIN,
     COMPAT_SCORE_MIN,
@@ -40,6 +46,7 @@ from ppstream.analysis.verdict import (
     Evidence,
     Gate,
     Verdict,
+    faults_inside,
     is_accepted,
     places_lost,
     too_much_unnamed,
@@ -227,7 +234,7 @@ def _unknown_texts(f: Diagnosis) -> dict[str, str]:
         "MISSING_LOGS": f"the log lacks {_lacking(f, lacking)}: overlap cannot be proven",
         "BAD_INSTRUMENT": f"the log contradicts itself in {', '.join(failed)}: "
         "correct the stamps before you trust a score",
-        "PERTURBED": "a profiler or an injected fault was on; measure again without it",
+        "PERTURBED": f"{_disturbance(f)}; measure again without it",
         "TOO_FEW": f"{counted(window.n, 'envelope')} after warm-up, {N_MIN} needed"
         + ("" if failed_end(run) else f"; {more_envelopes(window, last_before_ready(run))}"),
         "NOT_WARM": "the period never became steady; look for compiles, allocation, throttling",
@@ -238,6 +245,14 @@ def _unknown_texts(f: Diagnosis) -> dict[str, str]:
         "NOTHING_TO_HIDE": f"perfect overlap would gain {ceiling:.2f}x (needs {CEILING_MIN:.2f}x): "
         f"one stage does nearly all the work of {run.topology.world_size} ranks",
     }
+
+
+def _disturbance(f: Diagnosis) -> str:
+    run = f.evidence.run
+    if not (n := faults_inside(f.evidence)):
+        return "a profiler was on"
+    first = next(iter(first_faults(run)), "")
+    return f"{counted(n, 'fault')} in the judged time; the first of the run: {first}"
 
 
 def _score_texts(f: Diagnosis, score: Primary) -> dict[str, str]:

@@ -146,7 +146,6 @@ def inconclusive_reasons(evidence: Evidence) -> list[str]:
     nothing = nothing and not (has_failed or last_before_ready(run))  # else it had not come to it
     lacking = bool(missing_stages(window)) or nothing or any(a.missing for a in audits)
     lacking = lacking or bool(places_lost(evidence))
-    faulted = any(_inside(window, event.t) for event in run.events if event.name == "fault")
     hidden = [score.ceiling for score in (primary, alone) if score is not None]
     found = {
         "MISSING_LOGS": 0 in run.missing_ranks or lacking,
@@ -154,7 +153,7 @@ def inconclusive_reasons(evidence: Evidence) -> list[str]:
         "DROPPED": spoilt is not None and spoilt.reason != "expired",
         "BAD_INSTRUMENT": any(audit.ok is False for audit in audits),
         "NOT_AUDITED": primary is not None and bool(unaudited(evidence)),
-        "PERTURBED": faulted or (window.perturbed > 0 and window.n == 0),
+        "PERTURBED": faults_inside(evidence) > 0 or (window.perturbed > 0 and window.n == 0),
         "TOO_FEW": window.n < N_MIN and spoilt is None,
         "NOT_WARM": window.n >= N_MIN and not window.steady,
         "INPUT_LIMITED": wait_share(window, "w_input_ns") > WAIT_MAX,
@@ -163,6 +162,12 @@ def inconclusive_reasons(evidence: Evidence) -> list[str]:
         "NOTHING_TO_HIDE": bool(hidden) and min(hidden) < CEILING_MIN,
     }
     return [reason for reason, holds in found.items() if holds]
+
+
+def faults_inside(evidence: Evidence) -> int:
+    """Counts the faults in the time that is judged."""
+    faults = [event for event in evidence.run.events if event.name == "fault"]
+    return sum(_inside(evidence.window, fault.t) for fault in faults)
 
 
 def places_lost(evidence: Evidence) -> list[int]:

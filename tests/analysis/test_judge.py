@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from faulty_runs import full_disk, served
+from faulty_runs import event, full_disk, served
 from golden_runs import chain, ms, simulate, stages
 from judging import broken, judged, overlap, period_ms, published
 from live_pipeline import run_live
@@ -44,6 +44,20 @@ def test_live_threads_and_sockets_overlap_fully_where_the_published_score_explod
     assert overlap(report) >= 0.97
     assert broken(report) == set()
     assert report.verdict is Verdict.PASS
+
+
+def test_a_disturbed_measurement_names_the_first_fault() -> None:
+    raised = {"stage": "B", "rank": 1, "fault": "exception", "what": "RuntimeError: no memory"}
+    run = simulate().tell(event("fault", **raised | {"t": 2_500_000_000}))
+    (said,) = (line for line in judged(run).statements if line.startswith("PERTURBED"))
+    assert "1 fault in the judged time" in said
+    assert "exception in stage B (rank 1, 1 in all): RuntimeError: no memory" in said
+    (said,) = (
+        line
+        for line in judged(simulate(mode="attribution")).statements
+        if line.startswith("PERTURBED")
+    )
+    assert said == "PERTURBED: a profiler was on; measure again without it"
 
 
 def test_policy_rank_lines_fill_what_rank0_lacks() -> None:
