@@ -62,7 +62,7 @@ def by_rank(run: RunLog) -> dict[int, list[MemoryLine]]:
 
 
 def _serving(run: RunLog, lines: Sequence[MemoryLine]) -> Sequence[MemoryLine]:
-    """From the last one before ready on, the newest alone of a run that never was ready.
+    """From the first one behind ready on, the newest alone of a run that never was ready.
 
     All of them where other ranks alone say when that was.
     """
@@ -74,9 +74,9 @@ def _serving(run: RunLog, lines: Sequence[MemoryLine]) -> Sequence[MemoryLine]:
     ]
     if not ready:
         return lines[-1:]
-    ready_ns = [event.t for event in ready if event.rank == first.rank]
-    before = [n for n, m in enumerate(lines) if ready_ns and (m.t or 0) <= (ready_ns[-1] or 0)]
-    return lines[before[-1] if before else 0 :]
+    ready_ns = [event.t or 0 for event in ready if event.rank == first.rank]
+    since_ns = ready_ns[-1] if ready_ns else 0
+    return [line for line in lines if (line.t or 0) >= since_ns] or lines[-1:]
 
 
 def _use(lines: Sequence[MemoryLine], serving: Sequence[MemoryLine]) -> MemoryUse:

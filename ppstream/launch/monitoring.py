@@ -55,7 +55,9 @@ class Monitoring:
         self._who |= {"name": config.name, "mode": config.mode}
         self._lease_ns = round(config.actions.lease_ms * NS_PER_MS)
         self._on_request = {s.name: float(s.is_on_request) for s in config.streams}
-        stack.callback(MemoryLines(log).close)
+        memory = MemoryLines(log)
+        stack.callback(memory.close)
+        self.on_phase = memory.on_phase  # for the thread that begins envelopes
         if config.mode == "throughput":
             own = Profiler(config.profile, log, run.directory, rank, generation)
             own.listen(takes_signals=takes_signals)

@@ -99,7 +99,10 @@ def run_back(config: PipelineConfig, end: rank_exit.RankEnd, world_size: int) ->
             ahead = handshake.wait_accepted(config, peer)
             shape = link_shape(config, place.inputs, place.outputs, store.generation, ahead, at)
             log = _log(config, end.run, store, stack)
-            Monitoring(config, end.run, log, stack, rank=store.rank, generation=store.generation)
+            generation = store.generation
+            watching = Monitoring(
+                config, end.run, log, stack, rank=store.rank, generation=generation
+            )
             waiter = Waiter(round(config.pipeline.spin_ms * NS_PER_MS))
             stack.callback(waiter.close)
             with course.step("the link and the policy's first calls"):
@@ -108,6 +111,7 @@ def run_back(config: PipelineConfig, end: rank_exit.RankEnd, world_size: int) ->
             stack.callback(loop.close)
             met.append(loop)
             course.loop = loop
+            loop.on_phase.append(watching.on_phase)
             end.on_stop = patience.on_signal
             _look_out(end, loop, None if mesh is None else peer)
             guard.tell_linked()

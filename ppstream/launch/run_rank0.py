@@ -180,7 +180,7 @@ def _serve(
             rank0.on_phase.append(end.lookout.on_phase)
     stack.callback(rank0.run_delay.close)
     course.loop = rank0
-    rank0.on_phase.append(lambda phase: logger.info("%s", phase))
+    rank0.on_phase += (watching.on_phase, lambda phase: logger.info("%s", phase))
     end.on_stop = rank0.request_stop
     end.pass_stops_to(rank0.request_stop)
     end.pass_cuts_to(rank0.request_cut)

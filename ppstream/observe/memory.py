@@ -92,7 +92,7 @@ def memory(statistics: Mapping[str, Any], free: int, total: int) -> GpuMemory:
 
 
 class MemoryLines:
-    """Writes from construction until ``close``, the first line at once and one at the end."""
+    """Writes from construction until ``close``: at once, each second, at ready and at the end."""
 
     def __init__(self, log: TimestampLog, interval_s: float = INTERVAL_S) -> None:
         self._log = log
@@ -100,6 +100,15 @@ class MemoryLines:
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="memory", daemon=True)
         self._thread.start()
+
+    def on_phase(self, phase: str) -> None:
+        """Writes a line as the run becomes ready, which later growth is counted from.
+
+        For the thread that begins envelopes, between two of them.
+        """
+        if phase == "ready":
+            note_allocator()
+            write_line(self._log)
 
     def close(self) -> None:
         """Write the last line; bounded."""

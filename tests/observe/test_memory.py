@@ -38,6 +38,20 @@ def test_a_rank_writes_its_memory_at_once_and_when_it_ends(tmp_path: Path) -> No
     assert first["t"] < last["t"]
 
 
+def test_a_rank_writes_its_memory_as_the_run_becomes_ready(tmp_path: Path) -> None:
+    log = TimestampLog(tmp_path / "log.jsonl", EnvelopeRecord, 8, run_id="r", generation=3)
+    lines = MemoryLines(log, 60.0)
+    for phase in ("warming", "ready", "draining"):
+        log.event("phase", phase=phase)
+        lines.on_phase(phase)
+    lines.close()
+    log.close()
+    found = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    said = [line.get("phase", line["kind"]) for line in sorted(found, key=lambda line: line["t"])]
+    assert said[said.index("ready") + 1] == "memory"
+    assert said.count("memory") == 3
+
+
 def test_resident_memory_is_that_of_the_operating_system() -> None:
     said = Path("/proc/self/status").read_text()
     (kib,) = [line.split()[1] for line in said.splitlines() if line.startswith("VmRSS")]

@@ -72,6 +72,16 @@ def test_growth_counts_from_ready_on_and_peaks_from_the_start() -> None:
     assert never.gpu.segments_grown == 1
 
 
+def test_what_a_short_warm_up_took_is_no_growth() -> None:
+    lines = [memory_line(second) for second in range(10)]
+    lines[0] |= {"resident_bytes": 5, "segments": 0}  # before graphs were captured
+    (use,) = memory_use(with_memory(*lines, ready_s=0.7).parse())
+    assert use.gpu is not None
+    assert (use.resident_grown_bytes, use.gpu.segments_grown) == (0, 0)
+    (short,) = memory_use(with_memory(*lines, ready_s=60).parse())  # killed at once
+    assert short.resident_grown_bytes == 0
+
+
 def test_nothing_grows_while_ready_in_a_run_that_never_was() -> None:
     lines = [memory_line(second) for second in range(30)]
     lines[29] |= {"resident_bytes": 1 << 33}
