@@ -22,6 +22,7 @@ from ppstream.analysis.place_checks import (
     slot_excess_ns,
     slowest_b_ns,
     stay_excess_ns,
+    unpermitted_ns,
 )
 from ppstream.analysis.places import is_elsewhere
 from ppstream.analysis.records import Envelope, EnvelopeLedger, RunLog
@@ -237,7 +238,8 @@ def credit(run: RunLog, window: JudgedSpan) -> Audit:
 
     Commit and (credit before window) A after the receipt D_in earlier; decode after its result and
     the emit before it; receipt after the decode D_out earlier; A and C of one thread disjoint. On
-    a place of a chain, its slot after the envelope D_in earlier has left it.
+    a place of a chain, its slot after the envelope D_in earlier has left it. Of devices, too: a
+    window after the policy rank sent the result D_in earlier.
     ``value`` is the sum of all violations as a share of the window.
     """
     lanes: dict[tuple[int, int], dict[int, Envelope]] = {}
@@ -248,7 +250,8 @@ def credit(run: RunLog, window: JudgedSpan) -> Audit:
     broken_ns = sum(sum(_too_early_ns(e, lanes[e.lane, e.epoch], window)) for e in starts)
     if window.topology.threads == "serial":
         broken_ns += _same_thread_ns(window)
-    return _small_sum(broken_ns + slot_excess_ns(window), window)
+    broken_ns += slot_excess_ns(window) + unpermitted_ns(run, window, DEVICE_SLACK_NS)
+    return _small_sum(broken_ns, window)
 
 
 def order(run: RunLog, window: JudgedSpan) -> Audit:

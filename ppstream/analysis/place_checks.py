@@ -1,8 +1,8 @@
 """Checks of several policy ranks and their hops, for ``audits.py``: how far stamps disagree. Pure.
 
-Every check but the one between two places uses one rank's clock alone. All are of chains only, but
-that of the order, which replicas keep, too: of a single policy rank rank 0's line has everything
-that its own lines could be checked against.
+Every check but those between two places uses one rank's clock alone. All are of chains only, but
+those of the order, which replicas keep, too, and of credits: of a single policy rank rank 0's line
+has everything else that its own lines could be checked against.
 """
 
 from __future__ import annotations
@@ -74,6 +74,26 @@ def _between_places(window: JudgedSpan, slack_ns: int) -> Iterator[str]:
         for hop, took_ns in enumerate(hops_ns(e)):
             if took_ns is not None and took_ns < -slack_ns:
                 yield f"{names[hop + 1]} has envelope {e.seq} before {names[hop]} sent it"
+
+
+def unpermitted_ns(run: RunLog, window: JudgedSpan, slack_ns: int) -> int:
+    """Sum of what devices begin with an envelope before the result that permits it was sent.
+
+    By the policy rank's own stamps, and ``slack_ns`` later: rank 0's stamp of a receipt may be that
+    of the stage A which waited for it.
+    """
+    topology = window.topology
+    if not topology.device_stamped or not has_one_clock(run.manifest):
+        return 0
+    broken_ns = 0
+    for segment in window.segments:
+        sent_ns = {e.seq: left_ns(e.stage1) for e in segment.envelopes if e.stage1 is not None}
+        for e in segment.envelopes:
+            given_ns = sent_ns.get(e.seq - topology.d_in)
+            began_ns = e.tA0 if topology.credit == "before_window" else e.tSend
+            if given_ns is not None and began_ns is not None:
+                broken_ns += max(0, given_ns - slack_ns - began_ns)
+    return broken_ns
 
 
 def stay_excess_ns(window: JudgedSpan) -> int:

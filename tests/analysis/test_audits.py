@@ -7,7 +7,15 @@ from dataclasses import replace
 from typing import Final
 
 import pytest
-from golden_runs import GoldenRun, jittered, ms, simulate, stages
+from golden_runs import (
+    POLICY_CLOCK_NS,
+    START_NS,
+    GoldenRun,
+    jittered,
+    ms,
+    simulate,
+    stages,
+)
 from judging import judged
 
 from ppstream.analysis.audits import Audit, audit_all, by_note
@@ -61,6 +69,24 @@ def test_window_cut_behind_a_stall_of_c_does_not_count_what_the_policy_did_befor
     form = PipelineForm("split", d_in=8, d_out=1)
     for audits in cut_everywhere(stalled(form, parts=("c",), every=115)):
         assert audits["outstanding"].ok, audits["outstanding"]
+
+
+@pytest.mark.parametrize(("early_ms", "ok"), [(0, True), (4, False)])
+def test_a_window_of_a_device_waits_for_the_result_that_permits_it(
+    early_ms: float, ok: bool
+) -> None:
+    """Its own start may be rank 0's stamp of the receipt; the policy rank has one of its own."""
+    golden = simulate(stages(a=3, b=10, c=5), SPLIT, n=150)
+    for rank in golden.manifest["topology"]["ranks"]:
+        rank |= {"stamp_source": "device", "boot_id": "here"}
+    for line in golden.policy_lines:
+        line |= {name: line[name] + START_NS - POLICY_CLOCK_NS for name in ("tB0", "tB1")}
+    for giver, taker in zip(golden.lines, golden.lines[2:], strict=False):
+        taker["tA0"] -= ms(early_ms)
+        taker["tRx"] = min(taker["tRx"], taker["tA0"])
+        giver["tRecv"] = min(giver["tRecv"], taker["tA0"])
+    audits = judged(golden).audits
+    assert (audits["credit"].ok, audits["order"].ok) == (ok, True)
 
 
 def test_a_note_of_several_audits_is_said_once() -> None:

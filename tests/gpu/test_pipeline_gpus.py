@@ -59,6 +59,40 @@ def test_a_dead_policy_rank_ends_rank_0_whose_streams_wait_for_it(tmp_path: Path
         assert took_s < DEATH_LIMIT_S
 
 
+BRIEF = (
+    *("service.endpoint=none", "service.duration_s=0.2"),
+    *("bringup.envelopes=200", "bringup.warmup_max=100"),
+)
+BUSY = """
+import sys, torch
+device = torch.device("cuda", int(sys.argv[1]))
+x = torch.zeros(2048, 2048, device=device)
+print("begins", flush=True)
+while True:
+    for _ in range(4):
+        x = x @ x
+    torch.cuda.synchronize(device)
+"""
+
+
+@pytest.mark.parametrize("shared", [0, 1])
+def test_a_gpu_that_another_program_uses_breaks_no_audit(tmp_path: Path, shared: int) -> None:
+    """Each gets slices of some ms: what is queued stands meanwhile, between any two kernels."""
+    command = [sys.executable, "-c", BUSY, str(shared)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as other:
+        try:
+            assert other.stdout is not None
+            assert other.stdout.readline() == "begins\n"
+            with Ranks(tmp_path, *BRIEF, config=CONFIG) as ranks:
+                ranks.wait(90)
+                output = ranks.output()
+        finally:
+            other.kill()
+    report = judge(read_run(ranks.directory))
+    assert report.window.n > 20, output
+    assert {name: audit for name, audit in report.audits.items() if audit.ok is False} == {}
+
+
 OTHERS = ("link.kind=pinned", "link.kind=nccl", "pipeline.credit=after_window")
 
 

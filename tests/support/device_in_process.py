@@ -27,6 +27,7 @@ from host_windows import HostWindows
 from linked_ends import ends, linked
 from pipeline_in_process import Collector, patient
 
+from ppstream.analysis.audits import DEVICE_SLACK_NS
 from ppstream.config.schema import PipelineConfig
 from ppstream.control.peer import Peer
 from ppstream.core.clock import now_ns
@@ -52,7 +53,6 @@ from ppstream.pipeline.credits import CreditLedger
 from ppstream.pipeline.decode import CopyDecoder
 from ppstream.pipeline.device import policy_rank as device_policy_rank
 from ppstream.pipeline.device.executor import DeviceExecutor
-from ppstream.pipeline.device.in_flight import SIGHT_NS
 from ppstream.pipeline.device.policy_rank import DevicePolicyRank, PolicyDevice
 from ppstream.pipeline.device.rank0_queue import Rank0Device, Streams
 from ppstream.pipeline.device.stage_a import DeviceFrontParts
@@ -472,11 +472,26 @@ class DevicePipeline:
         return waiter
 
 
-def assert_in_bounds(envelopes: list[dict[str, Any]], depth: int, credit: str) -> None:
+def assert_in_bounds(pipeline: DevicePipeline, depth: int, credit: str) -> None:
     """No envelope goes beyond D_in and D_out of ``depth``, and none begins without its credit."""
+    envelopes = pipeline.envelopes()
     assert all(line["outstanding_max"] <= depth for line in envelopes)
     assert all(line["q_decode_max"] <= depth for line in envelopes)
     for giver, taker in zip(envelopes, envelopes[depth:], strict=False):
         assert taker["tSend"] >= giver["tRecv"]  # no credit, no send
-        if credit == "before_window":
-            assert taker["tA0"] >= giver["tRecv"] - SIGHT_NS  # nor a window
+    if credit == "before_window":
+        assert_no_window_before_its_credit(pipeline, depth)
+
+
+def assert_no_window_before_its_credit(pipeline: DevicePipeline, depth: int) -> None:
+    """By the stamps of the policy ranks, which send what gives it."""
+    sent_ns = {}
+    for rank, policy_rank in enumerate(pipeline.executor.policy_ranks, 1):
+        policy_rank.newest_b(0)  # its log is complete
+        lines = pipeline.lines(rank)
+        sent_ns |= {line["seq"]: line["tB1"] for line in lines if line["kind"] == "stage1"}
+    begun_ns = {line["seq"]: line["tA0"] for line in pipeline.envelopes()}
+    given = [seq for seq in begun_ns if seq - depth in sent_ns]
+    assert len(given) == len(begun_ns) - depth
+    for seq in given:
+        assert begun_ns[seq] >= sent_ns[seq - depth] - DEVICE_SLACK_NS

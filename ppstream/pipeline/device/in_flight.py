@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from ppstream.pipeline.credits import CreditLedger
     from ppstream.pipeline.flight import Flight
 
-SIGHT_NS: Final = 20_000  # A that began sooner before the receipt's event did not wait for it
 SHIFT: Final = 2  # a quarter of what is new: one late envelope moves little
 #: A stage A that is not queued ahead is queued so long before its credit should come: about as long
 #: the host takes to see a credit and to queue a stage A. So much older is what it reads.
@@ -333,11 +332,16 @@ class InFlight:
             heappush(moves, (one.committed_ns, _COMMIT))
 
     def _seen_ns(self, at_ns: int) -> int:
-        """When the result whose receipt's event was at ``at_ns``, the next one, was seen first."""
+        """When the result whose receipt's event was at ``at_ns``, the next one, was seen first.
+
+        By the A that waited for it, if that began sooner: where other programs share the GPU, the
+        event may come a time slice later. ``audits.credit`` asks the policy rank's own stamps
+        whether A waited.
+        """
         number = self._received + self._d_in
         if number >= self._queued:
             return at_ns
         taker = self._all[number % len(self._all)]
         is_over = number < self._finished
         a0_ns = taker.passed.a0 if is_over else self._clock.host_ns(taker.marks.a0)
-        return at_ns if a0_ns is None or a0_ns < at_ns - SIGHT_NS else min(at_ns, a0_ns)
+        return at_ns if a0_ns is None else min(at_ns, a0_ns)

@@ -103,10 +103,10 @@ def test_envelopes_go_out_in_turn_and_are_answered_in_order_and_in_bounds(
             [line["seq"] for line in pipeline.lines(rank) if line["kind"] == "stage1"]
             for rank in range(1, replicas + 1)
         ]
+        assert_in_bounds(pipeline, depth, credit)
     assert answered == [(seq, seq % replicas + 1) for seq in range(RUN)]
     assert [line["replica"] for line in envelopes] == [rank for _, rank in answered]
     assert own == [list(range(k, RUN, replicas)) for k in range(replicas)]
-    assert_in_bounds(envelopes, depth, credit)
 
 
 def test_replicas_work_at_the_same_time(build: Build) -> None:
