@@ -133,10 +133,19 @@ class DeviceClock(Generic[E]):
         return True
 
     def _first(self) -> tuple[E, int, int]:
+        """As ``_measure``, again until it was not held up: all is mapped by it for a second."""
+        best: tuple[E, int, int] | None = None
         for _ in range(FIRST_TRIES):
-            if (found := self._measure()) is not None:
-                return found
-        raise DeviceError("the GPU, which has nothing to do, does not tell its time")
+            found = self._measure()
+            if found is not None and (best is None or found[2] < best[2]):
+                best, found = found, best
+            if found is not None:
+                self._spare.append(found[0])
+            if best is not None and best[2] <= BRACKET_MAX_NS:
+                return best
+        if best is None:
+            raise DeviceError("the GPU, which has nothing to do, does not tell its time")
+        return best
 
     def _measure(self) -> tuple[E, int, int] | None:
         """An anchor, its host time (the middle of its bracket) and the bracket; None: no answer."""

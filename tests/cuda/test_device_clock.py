@@ -80,6 +80,23 @@ def test_the_narrowest_of_several_brackets_counts() -> None:
     assert abs(clock.past_ns(clocks.stamp()) - clocks.host) <= 1
 
 
+def test_a_first_anchor_that_was_held_up_is_measured_again() -> None:
+    bad = (25 * BRACKET_MAX_NS,) * TRIES
+    clocks = Clocks(noise=(*bad, *bad, *(0,) * TRIES))
+    clock = DeviceClock(clocks, clocks.now)
+    assert clock.state.bracket_ns == BRACKET_NS
+    for _ in range(5):  # no event was lost
+        clocks.host += RENEW_NS
+        clock.renew_when_due()
+        assert abs(clock.past_ns(clocks.stamp()) - clocks.host) <= 1
+
+
+def test_a_device_that_always_takes_long_is_mapped_by_its_best() -> None:
+    always = (3 * BRACKET_MAX_NS, 4 * BRACKET_MAX_NS)
+    clock = DeviceClock(clocks := Clocks(noise=always), clocks.now)
+    assert clock.state.bracket_ns == BRACKET_NS + 3 * BRACKET_MAX_NS
+
+
 def test_anchors_are_renewed_each_second_and_not_before() -> None:
     clocks = Clocks()
     clock = DeviceClock(clocks, clocks.now)
