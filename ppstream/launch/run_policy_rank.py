@@ -98,11 +98,7 @@ def run_back(config: PipelineConfig, end: rank_exit.RankEnd, world_size: int) ->
             handshake.offer_parts(peer, specs, on_gpu.ahead(config) if on_gpu else 0, weights)
             ahead = handshake.wait_accepted(config, peer)
             shape = link_shape(config, place.inputs, place.outputs, store.generation, ahead, at)
-            log = _log(config, end.run, store, stack)
-            generation = store.generation
-            watching = Monitoring(
-                config, end.run, log, stack, rank=store.rank, generation=generation
-            )
+            log, watching = _watched_log(config, end.run, store, stack)
             waiter = Waiter(round(config.pipeline.spin_ms * NS_PER_MS))
             stack.callback(waiter.close)
             with course.step("the link and the policy's first calls"):
@@ -207,13 +203,13 @@ def _open(
     return HostPolicyRank(config, stage_b, hops, peer, log, waiter, store.rank, part_times)
 
 
-def _log(config: PipelineConfig, run: Run, store: LauncherStore, stack: ExitStack) -> TimestampLog:
+def _watched_log(
+    config: PipelineConfig, run: Run, store: LauncherStore, stack: ExitStack
+) -> tuple[TimestampLog, Monitoring]:
+    rank, generation = store.rank, store.generation
+    path = run.log_path(rank, generation)
     log = TimestampLog(
-        run.log_path(store.rank, store.generation),
-        PolicyRecord,
-        config.log.ring,
-        run_id=run.run_id,
-        generation=store.generation,
+        path, PolicyRecord, config.log.ring, run_id=run.run_id, generation=generation
     )
     stack.callback(log.close)
-    return log
+    return log, Monitoring(config, run, log, stack, rank=rank, generation=generation)
