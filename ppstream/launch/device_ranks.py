@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -321,7 +322,8 @@ def open_inline(
     staged = StagedPolicy(prepared, device, rows, reads_host=False)
     stage_b = StageB(staged, rows, drawn_for(run_id), batch_sizes(config, policy))
     envelope = replace(on_host, tensors=slot.tensors)
-    executor = InlineExecutor(stage_b, envelope=envelope, result=result)
+    use_device = partial(torch.cuda.set_device, device)  # a robot's first frame locks its memory
+    executor = InlineExecutor(stage_b, envelope=envelope, result=result, begin_thread=use_device)
     staged.meanwhile = executor.account
     return parts._replace(stage_a=QueuedWindows(config, slot, device, stream)), executor
 

@@ -2,32 +2,54 @@
 
 It is the oracle that pipelined output must equal, the baseline of every speed-up that is claimed,
 and the way to run on one device. The twin differs from the pipeline by its executor alone.
+
+While a long stage B runs, another thread takes in what robots send: else the newest samples would
+wait for it, or find no room at their sender. The rows and all that the loop keeps are that thread's
+then, and the policy's is the envelope alone: nothing belongs to both.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Final
 
-from ppstream.core.clock import now_ns
+from ppstream.control.watchdog import ProgressMark
+from ppstream.core.clock import NS_PER_MS, now_ns
 from ppstream.links.headers import FAILURES
 from ppstream.observe import nvtx_ranges
 from ppstream.pipeline.host_executor import OnHost
+from ppstream.pipeline.rank0 import WAIT_MAX_NS
 from ppstream.policy.compiled import compiled_parts
 from ppstream.policy.unwritten import failure
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from ppstream.links.slots import Slot
     from ppstream.pipeline.flight import Flight
+    from ppstream.pipeline.loop import Rank0Loop
     from ppstream.pipeline.policy_rank_peer import PolicyRankPeer
     from ppstream.pipeline.stage_b import StageB
 
+LONG_B_NS: Final = 20 * NS_PER_MS  # of a usual one: the other thread costs less than 1 % of it
+LOOK_MIN_NS: Final = NS_PER_MS  # between two looks at a source that is due by the clock
+
 
 class InlineExecutor(OnHost):
-    """A whole pipeline on this rank; ``envelope`` and ``result`` are its only slots."""
+    """A whole pipeline on this rank; ``envelope`` and ``result`` are its only slots.
 
-    def __init__(self, stage_b: StageB, *, envelope: Slot, result: Slot) -> None:
+    ``begin_thread`` is called first by the thread that takes in what robots send.
+    """
+
+    def __init__(
+        self,
+        stage_b: StageB,
+        *,
+        envelope: Slot,
+        result: Slot,
+        begin_thread: Callable[[], None] | None = None,
+    ) -> None:
         self.policy_ranks: tuple[PolicyRankPeer, ...] = ()
         self.all_ranks: tuple[PolicyRankPeer, ...] = ()
         self._stage_b = stage_b
@@ -38,6 +60,22 @@ class InlineExecutor(OnHost):
         self._unaccounted: Flight | None = None  # whose stage A has ended
         self._failed = 0  # which of FAILURES
         self._previous_tb1 = 0
+        self._begin_thread = begin_thread
+        self._is_b_over = True
+        self._told: list[tuple[int, str, Callable[[int, str], None]]] | None = None
+        self._mark_input = ProgressMark("the input thread")
+
+    def attach(self, loop: Rank0Loop) -> None:
+        """As ``Executor``."""
+        super().attach(loop)
+        loop.marks = (loop.mark, self._mark_input)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """As ``Executor``: with the thread that takes in, once it is needed."""
+        pool = ThreadPoolExecutor(1, "input", self._begin_thread)
+        with super().running(), pool as self._pool:
+            yield
 
     @property
     def in_flight(self) -> int:
@@ -55,12 +93,18 @@ class InlineExecutor(OnHost):
         self._cost_a.end()
         self._unaccounted = flight
         record, ledger = flight.record, self._loop.credits
+        # of the first call nothing is known: it may compile for minutes
+        is_long = not self._loop.usual_b_ns or self._loop.usual_b_ns > LONG_B_NS
+        if is_long:
+            self.account()  # rows may get other owners while it runs
         flight.sent_ns = record.tSend = now_ns()
         ledger.commit(flight.sent_ns)
-        self._failed = self._run_policy(flight)
+        with self._input_taken_in() if is_long else nullcontext():
+            error = self._run_policy(flight)
+            tb1 = record.tRecv = now_ns()
+        self._failed = 0 if error is None else self._report(flight, error)
         self.account()
         tb0 = record.tSend = max(record.tSend, record.tA1 or 0)  # a GPU's A ends while B is queued
-        tb1 = record.tRecv = now_ns()
         ledger.receive(tb1)
         self._times.stage(tb0, tb1)
         self._loop.usual_b_ns += (tb1 - tb0 - self._loop.usual_b_ns) >> 3
@@ -76,18 +120,51 @@ class InlineExecutor(OnHost):
             flight, self._unaccounted = self._unaccounted, None
             self._account_a(flight)
 
-    def _run_policy(self, flight: Flight) -> int:
+    def _run_policy(self, flight: Flight) -> BaseException | None:
         if nvtx_ranges.on:
             nvtx_ranges.B.push(flight.epoch, flight.seq)
         try:
             self._stage_b(flight.epoch, self._envelope, self._result)
         except BaseException as error:  # noqa: BLE001 - user code: one envelope fails, the run goes on
-            self._loop.report_policy_fault(flight, error)
-            return failure(error)
+            return error
         finally:
             if nvtx_ranges.on:
                 nvtx_ranges.B.pop()
-        return 0
+        return None
+
+    def _report(self, flight: Flight, error: BaseException) -> int:
+        self._loop.report_policy_fault(flight, error)
+        return failure(error)
+
+    @contextmanager
+    def _input_taken_in(self) -> Iterator[None]:
+        """Inside another thread takes in what comes; texts for the policy wait until it is over.
+
+        Raises what that thread has raised.
+        """
+        self._is_b_over, self._told = False, []
+        taking = self._pool.submit(self._take_in)
+        try:
+            yield
+        finally:
+            self._is_b_over = True
+            self._waiter.wake()
+            taking.result()
+            found, self._told = self._told, None
+        for told in found:
+            self.instruct(*told)
+        if found:
+            self._waiter.wake()  # robots wait for what became of them
+
+    def _take_in(self) -> None:
+        loop, mark = self._loop, self._mark_input
+        with mark:
+            while not self._is_b_over:
+                mark.turns += 1
+                due_ns = loop.source.next_due_ns()
+                wait_ns = WAIT_MAX_NS if due_ns is None else due_ns - now_ns()
+                self._waiter.wait(min(WAIT_MAX_NS, max(LOOK_MIN_NS, wait_ns)))
+                loop.take_in()
 
     def finished(self) -> Flight | None:
         """As ``Executor``."""
@@ -111,7 +188,10 @@ class InlineExecutor(OnHost):
 
     def instruct(self, number: int, text: str, done: Callable[[int, str], None]) -> None:
         """As ``Executor``."""
-        done(number, self._stage_b.instruct(number, text))
+        if self._told is None:
+            done(number, self._stage_b.instruct(number, text))
+        else:
+            self._told.append((number, text, done))
 
     def _poll_after_wait(self, ready: Sequence[int]) -> bool:
         is_fresh = super()._poll_after_wait(ready)

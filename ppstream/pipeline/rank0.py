@@ -307,8 +307,12 @@ class Rank0:
 
     def drain_inputs(self) -> None:
         """Receive what has arrived, and cut the epoch when asked."""
-        now = now_ns()
         self.mark.turns += 1
+        self.take_in()
+
+    def take_in(self) -> None:
+        """As ``drain_inputs``, on a thread that says nothing of the loop's progress."""
+        now = now_ns()
         self.source.drain(now)
         if self._cuts:
             asked_ns = self._cuts[0][1]

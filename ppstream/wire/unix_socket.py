@@ -47,8 +47,8 @@ from ppstream.wire.message_socket import (
 )
 
 PACKET_BYTES_MAX: Final = 32 * 1024  # in one packet; SO_SNDBUF has room for six, or 50 carriers
-#: Of a message with a tail, as a camera's: while rank 0 computes a policy itself nobody reads, and
-#: what finds no room is lost. A carrier costs some 7 us more than a packet.
+#: Of a message with a tail, as a camera's: while rank 0 is busy nobody reads, and what finds no
+#: room is lost. A carrier costs some 7 us more than a packet.
 TAILED_BYTES_MAX: Final = 8 * 1024
 BACKLOG: Final = 128  # connections not accepted yet
 LOOKS_MAX: Final = 2  # for readable connections, in one drain
