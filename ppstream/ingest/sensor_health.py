@@ -56,6 +56,7 @@ HELPS_GATEWAY: Final = (
     "a gateway's clients send on request: set max_request_hz in place of rate_hz; of another robot "
     "see what slows it down",
 )
+UNREAD_NS: Final = NS_PER_S // 4  # of a second: rank 0 may be what a robot would be blamed for
 #: Conditions in which a robot is told that the run is degraded.
 DEGRADED: Final = frozenset({"silent", "refused", "slow", "fast"})
 
@@ -115,6 +116,7 @@ class SensorState:
     Args:
         tell: called with each change.
         tell_degraded: called with whether any stream is in one of ``DEGRADED``, when that changes.
+        unread_ns: the longest time since the last look in which nothing was read of any robot.
     """
 
     def __init__(
@@ -123,7 +125,10 @@ class SensorState:
         intake: Intake,
         tell: Callable[[SensorChange], None],
         tell_degraded: Callable[[bool], None],
+        unread_ns: Callable[[], int] = int,
     ) -> None:
+        self._unread_ns = unread_ns
+        self._unread = ""  # says so, where that was long
         self._streams = config.streams
         self._helps = HELPS_GATEWAY if config.gateway else HELPS
         self._intake = intake
@@ -137,6 +142,8 @@ class SensorState:
 
     def check(self, now_ns: int) -> None:
         """Judge what came since the last look."""
+        unread_ns = self._unread_ns()
+        self._unread = _why_unread(unread_ns) if unread_ns > UNREAD_NS else ""
         for row, place in enumerate(self._intake.rows):
             for stream in self._streams:
                 self._check_stream(row, place, stream, now_ns)
@@ -163,7 +170,8 @@ class SensorState:
             self._steadiness.pop(key, None)
             return
         was = self.conditions.get(key, "ok")
-        found, why = _condition(stream, before, seen, was, self._helps)
+        helps = (self._unread, self._unread) if self._unread else self._helps
+        found, why = _condition(stream, before, seen, was, helps)
         if found == "ok" and place.lacks(stream.name):  # of a stream that comes on request, too
             found, why = "silent", _why_lacking(stream, seen)
         taken = seen.accepted - before.accepted
@@ -178,7 +186,7 @@ class SensorState:
         if steadiness.is_steady(found, was, now_ns):
             self.conditions[key] = found
             if found == "refused":
-                why = _why_refused(place, stream, before, seen)
+                why = _why_refused(place, stream, before, seen, self._unread)
             self._tell(SensorChange(row, stream.name, found, was, why))
         else:
             self.conditions[key] = was
@@ -236,13 +244,24 @@ def _why_lacking(stream: StreamConfig, now: _Seen) -> str:
     )
 
 
-def _why_refused(place: RowInput, stream: StreamConfig, before: _Seen, now: _Seen) -> str:
-    """Words for why most samples that came of a stream were refused."""
+def _why_unread(unread_ns: int) -> str:
+    return (
+        f"rank 0 read nothing for {_seconds(unread_ns)}, the robot may be well; see what held it "
+        "up; one rank whose policy holds Python's interpreter (its GIL) wants --nproc 2"
+    )
+
+
+def _why_refused(
+    place: RowInput, stream: StreamConfig, before: _Seen, now: _Seen, unread: str
+) -> str:
+    """Words for why most samples that came of a stream were refused; ``unread``: rank 0 may be."""
     refused = {
         reason: now.dropped.get(reason, 0) - before.dropped.get(reason, 0) for reason in REMEDIES
     }
     reason = max(REMEDIES, key=refused.__getitem__)
     text = f"{refused[reason] / (now.received - before.received):.0%} of samples {reason}"
+    if unread and reason == STALE:
+        return f"{text}; {unread}"
     ring = place.rings[stream.name]
     measured = ""
     if reason == LATE and NEVER_NS not in (ring.newest_ns, ring.refused_ns):

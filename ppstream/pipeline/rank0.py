@@ -132,6 +132,8 @@ class Rank0:
         self._watchdog_ns = round(config.liveness.watchdog_s * NS_PER_S)
         self.start_ns = round(config.liveness.start_s * NS_PER_S)
         self._next_second_ns = 0
+        self.unread_ns = 0  # the longest time of this second in which nothing was taken in
+        self._took_in_ns = 0
         self.usual_b_ns = 0  # a moving mean where results tell it, else as it was timed alone
         self.times = TimeAccount()  # of the thread that runs stage A, as the next
         self.run_delay = RunDelay()
@@ -313,6 +315,7 @@ class Rank0:
     def take_in(self) -> None:
         """As ``drain_inputs``, on a thread that says nothing of the loop's progress."""
         now = now_ns()
+        self._note_unread(now)
         self.source.drain(now)
         if self._cuts:
             asked_ns = self._cuts[0][1]
@@ -328,6 +331,10 @@ class Rank0:
             self.drain_until_ns = now + self._drain_limit_ns
         if now >= self._next_second_ns + OVERDUE_NS:
             self._end_second(now)
+
+    def _note_unread(self, now: int) -> None:
+        self.unread_ns = max(self.unread_ns, now - (self._took_in_ns or now))
+        self._took_in_ns = now
 
     def tidy(self) -> None:
         """Before a rest: write what robots have told into the log, and do what is due each second.
@@ -346,5 +353,7 @@ class Rank0:
     def _end_second(self, now: int) -> None:
         self._next_second_ns = max(now - OVERDUE_NS, self._next_second_ns) + SECOND_NS
         self.write_ledger()
+        self._note_unread(now_ns())
         for look in self.on_second:
             look(now)
+        self.unread_ns = 0

@@ -138,7 +138,13 @@ class Service:
             self._rank0.on_second.append(self._log_losses)
         rank0, duration_s = self._rank0, self.config.service.duration_s
         source = self._source()
-        state = SensorState(self.config, self.intake, self._log_sensor, self._on_degraded)
+        state = SensorState(
+            self.config,
+            self.intake,
+            self._log_sensor,
+            self._on_degraded,
+            lambda: rank0.unread_ns,
+        )
         if self.sessions is not None:  # a recording may be fed at any speed
             rank0.on_second.append(state.check)
         rank0.cut("ready")

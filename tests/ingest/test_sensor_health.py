@@ -22,7 +22,9 @@ class Rig:
         self.row = self.intake.rows[0]
         self.row.open(7)
         self.changes, self.degraded = [], []
-        self.state = SensorState(config, self.intake, self.changes.append, self.degraded.append)
+        self.unread_ns = 0
+        tell = self.changes.append, self.degraded.append
+        self.state = SensorState(config, self.intake, *tell, lambda: self.unread_ns)
         self.now_ns = NS_PER_S
         self.state.check(self.now_ns)
 
@@ -106,6 +108,25 @@ def test_slow_and_silent_say_what_was_measured_the_limit_and_what_helps(rig):
         f"rate_hz to what it sends{asks}",
         "imu": f"no sample for 1.02 s; limit 1.00 s; see that it is pushed{asks}",
     }
+
+
+def test_no_robot_is_blamed_for_a_second_in_which_rank_0_read_nothing(rig):
+    rig.unread_ns = NS_PER_S // 2
+    rig.second(joints=20, imu=0)
+    asks = "rank 0 read nothing for 0.50 s, the robot may be well; see what held it up; one rank "
+    asks += "whose policy holds Python's interpreter (its GIL) wants --nproc 2"
+    assert {change.stream: change.why for change in rig.changes} == {
+        "joints": f"20.0 samples/s; limit 50, half its rate_hz; {asks}",
+        "imu": f"no sample for 1.02 s; limit 1.00 s; {asks}",
+    }
+    rig.changes.clear()
+    ring = rig.row.reference
+    stamps = np.arange(rig.now_ns - 5 * NS_PER_S, rig.now_ns - 4 * NS_PER_S, 10 * MS)
+    rig.second(joints=0)
+    ring.clear("new_episode")
+    ring.append(stamps, np.zeros((len(stamps), 3), np.float32), rig.now_ns)
+    rig.state.check(rig.now_ns + NS_PER_S)
+    assert f"100% of samples stale; {asks}" in [change.why for change in rig.changes]
 
 
 def test_behind_a_gateway_a_slow_or_silent_stream_is_one_on_request():

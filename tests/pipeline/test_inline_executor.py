@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -179,6 +180,24 @@ def test_robots_are_told_of_the_end_while_the_policy_takes_long(one_rank: OneRan
         one_rank.pipeline.rank0.request_stop("SIGTERM")
         wait_until(lambda: arm.phase == "draining")
         assert not arm.ready
+
+
+def test_rank_0_knows_how_long_it_read_nothing(tmp_path: Path) -> None:
+    """While a call holds the interpreter no thread of rank 0 can read."""
+    held_us = 500_000
+    found: list[int] = []
+
+    def hold(call: int) -> None:
+        ctypes.PyDLL(None).usleep(held_us)  # it is called with the interpreter held
+
+    with PipelineInProcess(small_config(), NewestValues(hold), tmp_path, inline=True) as pipeline:
+        rank0 = pipeline.rank0
+        rank0.on_second.append(lambda _now: found.append(rank0.unread_ns))
+        pipeline.saturate()
+        while len(found) < 2:
+            rank0.run(1)
+        rank0.log.flush()
+    assert found[1] >= held_us * 1000
 
 
 class Breaking:

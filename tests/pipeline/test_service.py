@@ -94,6 +94,28 @@ def test_a_sensor_that_is_refused_is_printed_and_logged_with_the_reason(
     assert of_it == [f"{name}: refused: {why}", ""]
 
 
+def test_a_robot_is_told_that_rank_0_read_nothing(tmp_path: Path) -> None:
+    told: list[str] = []
+    with serving(tmp_path) as (pipeline, running):
+        rank0, row = pipeline.rank0, running.intake.rows[0]
+        assert running.sessions is not None
+        running.sessions.set_degraded = lambda _row, _stream, why: told.append(why)  # type: ignore[method-assign]
+
+        def stand_still(phase: str) -> None:
+            if phase == "ready":
+                row.open(7)
+                for seconds in (0, 10):
+                    rank0.unread_ns = 2 * NS_PER_S
+                    for look in rank0.on_second:
+                        look(seconds * NS_PER_S)
+                row.close()
+
+        rank0.on_phase.append(stand_still)
+        running.run()
+    assert told
+    assert all("; rank 0 read nothing for 2.00 s, " in why for why in told)
+
+
 def test_a_service_begins_with_an_epoch_of_its_own_and_logs_what_robots_tell(
     tmp_path: Path,
 ) -> None:
