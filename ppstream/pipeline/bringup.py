@@ -12,8 +12,10 @@ link A and C are timed by their own events as always: the host waits in B alone.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import statistics
+from contextlib import suppress
 from statistics import median
 from typing import TYPE_CHECKING, Any, Final
 
@@ -21,24 +23,26 @@ import msgspec
 import torch
 
 from ppstream.analysis.judge import judge
-from ppstream.analysis.lease import lease_notes, lease_of_one_rank
+from ppstream.analysis.lease import lease_notes, lease_of_one_rank, steps_of
 from ppstream.analysis.log_reader import read_run
-from ppstream.analysis.requests import has_streaming_robots
+from ppstream.analysis.requests import has_streaming_robots, window_period_ns
 from ppstream.analysis.scores import resource_title
 from ppstream.analysis.segments import ALONE
-from ppstream.analysis.verdict import Verdict
+from ppstream.analysis.verdict import N_MIN, Verdict
 from ppstream.control.peer_process import HeldProcess, everybody, of_ranks
-from ppstream.core.clock import now_ns
+from ppstream.core.clock import NS_PER_S, now_ns
 from ppstream.core.cpus import MachineMeter
 from ppstream.core.errors import ConfigError, GateFailedError, GateInconclusiveError, LogError
 from ppstream.core.interpreter import freeze_garbage
+from ppstream.core.phases import BRING_UP
 from ppstream.ingest.sources import RecordedSource
 from ppstream.ingest.synthetic import SyntheticRobots
 from ppstream.observe.attribution import Attribution, end_of_stream
+from ppstream.pipeline.loop import MADE
 from ppstream.pipeline.pacing import Saturated
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from ppstream.analysis.lease import LeaseNeed
     from ppstream.analysis.run_report import RunReport
@@ -56,6 +60,8 @@ WARM_BLOCKS: Final = 3
 WARMUP_SKIP_MIN: Final = 10  # the gate skips this many, or what may be in the system plus two
 SPARE: Final = 50  # further ones, for a period that settles late
 IN_STAGES: Final = 3  # in the system besides the queues: one each in A, the send queue, and C
+LATE_MIN: Final = N_MIN + IN_STAGES  # chunks: those at the edges are not judged
+LATE_NS: Final = 5 * NS_PER_S  # a stall of the machine may be shorter
 TOGETHER: Final = 50  # envelopes timed as one; of such times the median is taken
 STOP_REASON: Final = "the blocks are timed; a run in attribution mode never becomes ready"
 
@@ -284,11 +290,17 @@ def check_lease(config: PipelineConfig, durations: Mapping[str, Sequence[int]]) 
     Raises:
         GateFailedError: robots would hold.
     """
-    settings = msgspec.json.decode(msgspec.json.encode(config))  # as run.json has them
+    settings = _settings(config)
     need = lease_of_one_rank([durations.get(name, ()) for name in "ABC"], settings)
     if need is not None and need.is_short and has_streaming_robots(settings):
         raise GateFailedError(f"SHORT_LEASE: {need.refusal(None, 0)}")
     _warn_of_holds(need, settings)
+
+
+def _settings(config: PipelineConfig) -> dict[str, Any]:
+    """As run.json has them."""
+    settings: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(config))
+    return settings
 
 
 def _warn_of_holds(need: LeaseNeed | None, config: Mapping[str, Any]) -> None:
@@ -302,9 +314,60 @@ def run_saturated(rank0: Rank0Loop, intake: Intake, source: Source) -> None:
     skipped = max(WARMUP_SKIP_MIN, shape.d_in + shape.d_out + IN_STAGES + 2)
     total = skipped + rank0.config.bringup.envelopes + SPARE
     pacing = Saturated(intake.rows)
+    late = AllLate(_settings(rank0.config), skipped, rank0.begin_no_more)
+    rank0.log.watchers.append(late)
     rank0.enter("bring-up", intake=intake, source=source, pacing=pacing, envelopes=total)
     rank0.run(total)
     rank0.write_ledger()
+    rank0.log.flush()  # it has seen all
+    with suppress(ValueError):  # the log leaves out a watcher that fails
+        rank0.log.watchers.remove(late)
+
+
+class AllLate:
+    """Ends a bring-up that the gate must refuse: its chunks come too late, and none comes in time.
+
+    Sees what the log writes, on the log's thread. A chunk is too late behind its lease, and where
+    robots stream when all of its steps are past, if it is not the sensors that set the pace.
+
+    Args:
+        settings: of the run.
+        skipped: chunks at the begin that nobody judges: the first one waits for no other.
+        end: called once, when as many were too late as the gate asks for, for ``LATE_NS``.
+    """
+
+    def __init__(self, settings: Mapping[str, Any], skipped: int, end: Callable[[], None]) -> None:
+        steps = steps_of(settings) if has_streaming_robots(settings) else None
+        self._last_ns = math.inf if steps is None else steps.last_ns
+        self._paced_ns = window_period_ns(settings)
+        self._skipped, self._end = skipped, end
+        self._late = self._expired = self._began_ns = 0
+        self._is_open = True
+
+    def line(self, line: Mapping[str, Any]) -> None:
+        """Nothing to see."""
+
+    def record(self, record: Any) -> None:
+        """One envelope has ended."""
+        if not self._is_open or record.phase != BRING_UP or record.drop not in MADE:
+            return
+        if self._skipped:
+            self._skipped -= 1
+            return
+        is_expired, ended_ns = record.drop == "expired", record.tPick or record.tEmit
+        if not is_expired and ended_ns - record.tA0 <= self._last_ns:
+            self._is_open = False
+            return
+        self._late += 1
+        self._expired += is_expired
+        self._began_ns = self._began_ns or record.tA0
+        took_ns = record.tA0 - self._began_ns
+        if self._late < LATE_MIN or took_ns < LATE_NS:
+            return
+        if self._expired == self._late or took_ns >= self._paced_ns * (self._late - 1):
+            self._is_open = False
+            logger.info("bring-up ends: %d chunks came too late, and none in time", self._late)
+            self._end()
 
 
 def pass_or_raise(report: RunReport) -> None:

@@ -140,6 +140,11 @@ class Rank0Loop(Rank0):
                     self.finish(flight)  # then decode
                 begins = executor.wait(worked=begins or flight is not None)
 
+    def begin_no_more(self) -> None:
+        """Let ``run`` finish what has begun; from any thread, while it runs."""
+        self._start_limit = self.started
+        self.waiter.wake()
+
     def may_begin(self) -> bool:
         """True when further envelopes are wanted at all."""
         return (

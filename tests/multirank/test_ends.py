@@ -299,6 +299,17 @@ def test_a_run_stopped_while_it_warms_is_no_log_that_lacks_lines(stopped_while_w
     ) in report.statements
 
 
+def test_a_bring_up_without_a_chunk_in_time_is_refused_before_all_are_made(tmp_path: Path) -> None:
+    late = ("policy.options.b_ms=60", "actions.lease_ms=30", *BRIEF, "bringup.envelopes=400")
+    with Ranks(tmp_path, *late, judged=True) as ranks:
+        assert ranks.wait() == [31, 31], ranks.output()
+        made = len([e for e in ranks.envelopes("bring-up") if e.get("mode") == "throughput"])
+    reason = ranks.exits()["0"]["reason"]
+    assert reason.startswith("bring-up verdict INCONCLUSIVE: EXPIRED")
+    assert 100 < made < 200
+    assert f"EXPIRED: {made} of {made} were older than the lease of 30.0 ms" in ranks.output()
+
+
 @pytest.mark.parametrize("b_ms", [5, 14])  # within the lease; past it, each time
 def test_one_rank_that_is_refused_for_its_lease_leaves_its_times(tmp_path: Path, b_ms: int) -> None:
     settings = (*BRIEF, "actions.lease_ms=12", f"policy.options.b_ms={b_ms}")

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 from faulty_runs import robot, served
 from golden_runs import GoldenRun, ms, simulate, stages
@@ -18,7 +19,7 @@ from ppstream.analysis.log_reader import read_run
 from ppstream.analysis.period_model import PipelineForm
 from ppstream.analysis.run_report import RunReport
 from ppstream.core.errors import ExitCode, GateFailedError, GateInconclusiveError
-from ppstream.pipeline.bringup import Beside, check_lease, gate, pass_or_raise
+from ppstream.pipeline.bringup import AllLate, Beside, check_lease, gate, pass_or_raise
 
 SERIAL = PipelineForm("serial", "decode_first")
 
@@ -213,3 +214,66 @@ def test_one_rank_warns_of_a_gateway_whose_time_out_ends_before_a_robot_has_its_
     assert (
         "gateway[0].timeout_ms is 79 and actions.horizon x dt_ms is 40: raise each" in caplog.text
     )
+
+
+SKIPPED = 5
+AGE = 60  # ms of each chunk; all steps are past at 50
+
+
+def chunks_until_the_end(
+    *settings: str, drop: str | None = "expired", period: float = 60, young: int | None = None
+) -> int | None:
+    """Chunks of a bring-up that have ended when it is ended, of 400; None: it never is.
+
+    Args:
+        settings: beside those of small.toml.
+        drop: of the chunks; None: they are emitted.
+        period: ms from one to the next.
+        young: which one alone is in time.
+    """
+    ended: list[int] = []
+    as_in_run_json = msgspec.json.decode(msgspec.json.encode(small_config(*settings)))
+    late = AllLate(as_in_run_json, SKIPPED, lambda: ended.append(number))
+    for number in range(400):
+        a = ms(round(number * period)) + 1
+        is_young = number == young
+        record = {"phase": "bring-up", "tA0": a, "tPick": None, "tEmit": a + ms(AGE), "drop": drop}
+        if is_young:
+            record |= {"tEmit": a + ms(1), "drop": None}
+        late.record(SimpleNamespace(**record))
+    return ended[0] if len(ended) == 1 else None
+
+
+def test_a_bring_up_ends_once_no_chunk_in_time_can_save_it() -> None:
+    judged_min = 100
+    end = chunks_until_the_end()
+    assert end is not None
+    assert SKIPPED + judged_min < end < SKIPPED + judged_min + 10
+    assert chunks_until_the_end(young=SKIPPED - 1) == end
+    assert chunks_until_the_end(young=SKIPPED) is None
+    assert chunks_until_the_end(young=end - 1) is None
+    assert chunks_until_the_end(drop="policy_error") is None
+
+
+def test_a_stall_of_the_machine_does_not_end_it() -> None:
+    end = chunks_until_the_end(period=20)
+    assert end is not None
+    assert end >= SKIPPED + 250, "5 s"
+
+
+@pytest.mark.parametrize(
+    ("more", "ends"),
+    [
+        ("", True),
+        ("actions.horizon=6", False),  # a step is still to come
+        ("streams.joints.rate_hz=10", False),  # sensors set the pace: chunks wait for no other
+        ("streams.joints.rate_hz=none streams.joints.max_request_hz=50", False),
+        ("service.endpoint=none", False),  # no robot
+    ],
+)
+def test_chunks_whose_steps_are_all_past_end_it_as_their_lease_does(more: str, ends: bool) -> None:
+    assert (chunks_until_the_end(*more.split(), drop=None) is not None) is ends
+
+
+def test_samples_that_set_the_pace_save_no_chunk_past_its_lease() -> None:
+    assert chunks_until_the_end("streams.joints.rate_hz=10") is not None
