@@ -4,7 +4,8 @@ Every watched loop counts its turns in a ``ProgressMark``; a thread that owns no
 other rank is not its business: that is the heartbeat's (``peer.py``, ``heartbeat.py``). While the
 interpreter itself is held, by a call into C that never lets go of it, no Python thread can run: the
 other rank notices the silence, and has this one write its stacks by SIGQUIT before it ends it. A
-timer could write them, too, but reads frames of threads that may be running after all.
+timer could write them, too, but reads frames of threads that may be running after all. Of a lone
+rank ``ppstream run`` notices: the time of the stacks' file says by when this thread looks again.
 """
 
 from __future__ import annotations
@@ -30,6 +31,19 @@ FILE_MODE: Final = 0o640
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+
+def overdue_ns(stacks: Path, now_ns: int) -> int:
+    """Returns for how long a watchdog should have looked by now; 0 or less: it has, or is over.
+
+    Args:
+        stacks: its file.
+        now_ns: monotonic, of this host.
+    """
+    try:
+        return now_ns - stacks.stat().st_mtime_ns  # without a promise the time of day: far ahead
+    except OSError:
+        return 0
 
 
 class ProgressMark:
@@ -131,6 +145,7 @@ class Watchdog:
         """Begin to look; where it takes signals on the main thread only."""
         if self._takes_signals:
             faulthandler.register(signal.SIGQUIT, file=self._file, chain=False)
+        self._promise()
         self._thread.start()
 
     def stop(self) -> None:
@@ -140,6 +155,8 @@ class Watchdog:
         self._end.set()
         if self._thread.ident is not None:
             self._thread.join()
+        with suppress(OSError):
+            os.utime(self._file)  # nobody looks any more
         if self._takes_signals:
             faulthandler.unregister(signal.SIGQUIT)
         is_empty = os.fstat(self._file).st_size == 0
@@ -170,7 +187,14 @@ class Watchdog:
 
     def _run(self) -> None:
         while not self._end.wait(INTERVAL_NS / NS_PER_S):
+            self._promise()
             self.check()
+
+    def _promise(self) -> None:
+        """Say by when this thread looks again, or another one of this process runs."""
+        due_ns = self._clock() + self._limit_ns()
+        with suppress(OSError):  # the folder is read-only by now
+            os.utime(self._file, ns=(due_ns, due_ns))
 
     def _report(self, mark: ProgressMark, still_ns: int) -> None:
         self._end.set()

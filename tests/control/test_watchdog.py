@@ -11,10 +11,11 @@ from ppstream.control.watchdog import (
     ProgressMark,
     Watchdog,
     is_patient,
+    overdue_ns,
     stage_b_limit_ns,
     with_watchdog,
 )
-from ppstream.core.clock import NS_PER_S
+from ppstream.core.clock import NS_PER_S, now_ns
 
 LIMIT_NS = NS_PER_S
 
@@ -140,3 +141,17 @@ def test_the_thread_tells_once_of_a_real_standstill(tmp_path):
         wait_until(lambda: "watchdog" not in {thread.name for thread in threading.enumerate()})
     watchdog.stop()
     assert len(texts) == 1
+
+
+def test_the_stacks_file_says_by_when_the_watchdog_looks_again_until_it_stops(tmp_path):
+    stacks = tmp_path / "stacks.txt"
+    assert overdue_ns(stacks, now_ns()) <= 0, "it has not begun"
+    stacks.write_text("of a generation before: the file stays")
+    watchdog = Watchdog(list, lambda: NS_PER_S * 3600, print, stacks, takes_signals=False)
+    hour_ns = 3601 * NS_PER_S
+    assert overdue_ns(stacks, now_ns() + hour_ns) <= 0, "it has promised nothing"
+    watchdog.start()
+    assert overdue_ns(stacks, now_ns() + hour_ns) > 0
+    assert overdue_ns(stacks, now_ns()) <= 0
+    watchdog.stop()
+    assert overdue_ns(stacks, now_ns() + hour_ns) <= 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -19,7 +20,9 @@ from ranks import BRIEF, CONFIG, NOTICED_BY, SERIAL, SERVED, Ranks, environment_
 from robot_rig import wait_until
 
 from ppstream.control.peer_process import HeldProcess, children, ranks_started_by
-from ppstream.launch.launcher import LEAD_S
+from ppstream.control.watchdog import overdue_ns
+from ppstream.core.clock import now_ns
+from ppstream.launch.launcher import HELD_LOOKS, LEAD_S
 from ppstream.observe.run_folder import Run
 
 pytestmark = pytest.mark.multirank
@@ -332,6 +335,37 @@ def test_all_that_ranks_would_refuse_on_this_host_is_told_at_once(tmp_path: Path
         assert "world size: got 4 ranks, want 2 (pipelined)" in run.text()
         assert "log.root: cannot write to /proc/none: No such file" in run.text()
         assert run.last_line() == "ppstream: exit 11 CONFIG 3 problem(s), listed above"
+
+
+def test_a_lone_rank_whose_interpreter_is_held_is_ended_with_its_stacks(tmp_path: Path) -> None:
+    """Its own watchdog cannot look: it is a thread of that interpreter."""
+    holding = (*STANDING, "policy.options.holds=true")
+    holding += ("liveness.start_s=2", "liveness.watchdog_s=2")
+    with launched(tmp_path, *holding, options=("--nproc", "1")) as run:
+        assert run.wait() == 21, run.text()
+        line = run.last_line()
+        assert line.startswith("ppstream: exit 21 WATCHDOG no Python thread of rank 0 could run")
+        stacks = re.search(r"\(all stacks: (.*)\)", line)
+        assert stacks, line
+        assert "standing_policy.py" in Path(stacks[1]).read_text()
+        assert run.log.exits()["0"]["code"] == 21
+
+
+def test_a_lone_rank_that_is_stopped_and_goes_on_is_left_alone(tmp_path: Path) -> None:
+    quick = (*SERVE_ON, "liveness.watchdog_s=2")
+    with launched(tmp_path, *quick, options=("--nproc", "1")) as run:
+        wait_until(lambda: run.has_ranks(1), seconds=40)
+        wait_until((tmp_path / "latest").exists, seconds=40)
+        run.log.wait_for_event("phase", phase="ready")
+        (stacks,) = (tmp_path / "latest").glob("*.stacks.txt")
+        looked_twice_ns = 2 * round(HELD_LOOKS * LEAD_S * 1e9)
+        wait_until(lambda: overdue_ns(stacks, now_ns()) > -3e9)  # it has looked since ready
+        run.ranks[0].signal(signal.SIGSTOP)
+        wait_until(lambda: overdue_ns(stacks, now_ns()) > looked_twice_ns)
+        run.ranks[0].signal(signal.SIGCONT)
+        wait_until(lambda: overdue_ns(stacks, now_ns()) <= 0)
+        run.process.send_signal(signal.SIGINT)
+        assert run.wait() == 0, run.text()
 
 
 def test_a_killed_rank_0_is_a_lost_one(tmp_path: Path) -> None:
