@@ -12,6 +12,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from operator import attrgetter
 from statistics import median
 from typing import Final
 
@@ -126,10 +127,11 @@ def little(run: RunLog, window: JudgedSpan) -> Audit:
         return Audit(None, note=f"{', '.join(lacking)} not logged")
     # of an almost empty queue
     floor = LITTLE_EPS * sum(between(first[0].tEmit, last[-1].tEmit) for first, last in ends)
+    over_ns = max(e.tEmit or 0 for e in used)
     differences = {}
     for name, (total, start, end) in queues.items():
         stamped_at = ((getattr(e, start), getattr(e, end)) for e in lines)
-        stays = [(s, t) for s, t in stamped_at if s is not None and t is not None]
+        stays = [(s, t) for s, t in stamped_at if s is not None and t is not None and s < over_ns]
         gone_ns = _gone_by_emit(stays)
         off = passed = 0.0
         for first, last in ends:
@@ -242,11 +244,11 @@ def credit(run: RunLog, window: JudgedSpan) -> Audit:
     window after the policy rank sent the result D_in earlier.
     ``value`` is the sum of all violations as a share of the window.
     """
-    lanes: dict[tuple[int, int], dict[int, Envelope]] = {}
-    for e in run.envelopes:
-        if e.generation == window.generation:
-            lanes.setdefault((e.lane, e.epoch), {})[e.seq] = e
     starts: list[Envelope] = window.measured
+    lanes: dict[tuple[int, int], dict[int, Envelope]] = {(e.lane, e.epoch): {} for e in starts}
+    for e in run.envelopes:
+        if e.generation == window.generation and (e.lane, e.epoch) in lanes:
+            lanes[e.lane, e.epoch][e.seq] = e
     broken_ns = sum(sum(_too_early_ns(e, lanes[e.lane, e.epoch], window)) for e in starts)
     if window.topology.threads == "serial":
         broken_ns += _same_thread_ns(window)
@@ -346,7 +348,8 @@ def lines_lost(
 
 def _ended_ns(e: Envelope) -> int:
     """The last stamp that an envelope has; a dropped one was over soon behind it."""
-    return next((t for t in (e.tEmit, e.tDecode, e.tRecv, e.tSend, e.tA1) if t is not None), 0)
+    stamps = (getattr(e, name) for name in ("tEmit", "tDecode", "tRecv", "tSend", "tA1"))
+    return next((t for t in stamps if t is not None), 0)
 
 
 def cpu(run: RunLog, window: JudgedSpan) -> Audit:
@@ -401,12 +404,15 @@ def _wrong_samples(run: RunLog, window: JudgedSpan) -> float:
     Events at the very instant of an emit may count either way. The last emits are left out: what
     was sent behind them is not logged yet.
     """
-    lines = [e for e in run.envelopes if e.generation == window.generation and e.tSend is not None]
     sampled = [e for e in window.emitted if e.outstanding is not None]
+    over_ns = max((e.tEmit or 0 for e in sampled), default=0)
+    lines = [e for e in run.envelopes if e.generation == window.generation and e.tSend is not None]
     wrong = checked = 0
     for lane in {e.lane for e in sampled}:
-        sent = sorted(e.tSend or 0 for e in lines if e.lane == lane)
-        came = sorted(e.tRecv for e in lines if e.lane == lane and e.tRecv is not None)
+        sent, came = (
+            sorted(t for e in lines if e.lane == lane and (t := at(e)) is not None and t <= over_ns)
+            for at in (attrgetter("tSend"), attrgetter("tRecv"))
+        )
         mine = [e for e in sampled if e.lane == lane][: -window.topology.in_system]
         for e, (least, most) in zip(mine, _counts(mine, sent, came), strict=True):
             checked += 1

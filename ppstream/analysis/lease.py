@@ -28,7 +28,7 @@ from ppstream.analysis.scores import Primary, stage_a_ns, stage_c_ns
 from ppstream.analysis.segments import JudgedSpan
 from ppstream.core.errors import LogError
 from ppstream.core.phases import BRING_UP
-from ppstream.core.quantiles import nearest_rank, quantiles
+from ppstream.core.quantiles import Quantiles, nearest_rank, quantiles
 
 HOLDS_MAX: Final = 0.05  # of the time, and of the chunks behind which a robot holds
 SPARE: Final = 0.10  # of what a lease must cover: no two runs are alike
@@ -38,7 +38,7 @@ ASKS: Final = (
     "send max_request_hz in place of rate_hz"
 )
 
-Chunks = Sequence[tuple[int, int]]  # when each was made, in order, and when its stage A began
+Chunks = Iterable[tuple[int, int]]  # when each was made, in order, and when its stage A began
 
 
 class ChunkSteps(NamedTuple):
@@ -171,7 +171,7 @@ def lease_need(
     runs: Iterable[Chunks],
     limits_ns: Mapping[str, int],
     *,
-    ages_ns: Sequence[int] = (),
+    at_robot: Quantiles | None = None,
     paced_ns: float | None = None,
     steps: ChunkSteps | None = None,
 ) -> LeaseNeed | None:
@@ -180,40 +180,43 @@ def lease_need(
     Args:
         runs: chunks in a row, without a pause of their robots.
         limits_ns: by setting, of an action's age.
-        ages_ns: of chunks as robots measured them; default: from A's start to the actions.
+        at_robot: ages of chunks as robots measured them; None: from A's start to the actions.
         paced_ns: period of the sensors, where they set the pace.
         steps: of each chunk; None: nobody says, or they begin when a chunk comes.
     """
-    pairs = [pair for run in runs for pair in pairwise(run)]
-    own_ns = sorted(ready - start for (ready, start), _ in pairs)
-    gap = quantiles([later - ready for (ready, _), (later, _) in pairs])
-    own, told = quantiles(own_ns), quantiles(ages_ns)
+    own_ns: list[int] = []  # from the begin of stage A until the chunk is made
+    lasts_ns: list[int] = []  # ... and until the next one is
+    for (ready, start), (later, _) in chain.from_iterable(map(pairwise, runs)):
+        own_ns.append(ready - start)
+        lasts_ns.append(later - start)
+    gaps_ns = [last - own for own, last in zip(own_ns, lasts_ns, strict=True)]
+    own, gap, span_ns = quantiles(own_ns), quantiles(gaps_ns), max(1, sum(gaps_ns))
+    del gaps_ns
     if own is None or gap is None or not limits_ns:
         return None
-    later_ns = 0 if told is None else told.p95_ns - own.p95_ns  # at the robot
-    own_ns = [ns + later_ns for ns in own_ns]
-    lasts_ns = sorted(later - start + later_ns for (_, start), (later, _) in pairs)
-    span_ns = max(1, sum(later - ready for (ready, _), (later, _) in pairs))
+    later_ns = 0 if at_robot is None else at_robot.p95_ns - own.p95_ns
+    own_ns.sort()
+    lasts_ns.sort()
 
     def held(lease_ns: int) -> float:
         """The share of the time in which the newest chunk is older: all of an older one's."""
         return (_beyond(lasts_ns, lease_ns) - _beyond(own_ns, lease_ns)) / span_ns
 
-    often = nearest_rank(len(pairs), round(100 * (1 - HOLDS_MAX)))
+    often = nearest_rank(len(lasts_ns), round(100 * (1 - HOLDS_MAX)))
     enough = bisect_left(lasts_ns, -HOLDS_MAX, often, key=lambda ns: -held(ns))
-    lease_ns = min(limits_ns.values())
+    left_ns = min(limits_ns.values()) - later_ns  # of the lease when a chunk leaves rank 0
     return LeaseNeed(
         age_ns=own.p95_ns + later_ns,
         gap_ns=gap.p50_ns if paced_ns is None else round(paced_ns),
-        need_ns=lasts_ns[enough],
-        longest_ns=lasts_ns[-1],
-        holds=len(pairs) - bisect_right(lasts_ns, lease_ns),
-        chunks=len(pairs),
-        held=held(lease_ns),
+        need_ns=lasts_ns[enough] + later_ns,
+        longest_ns=lasts_ns[-1] + later_ns,
+        holds=len(lasts_ns) - bisect_right(lasts_ns, left_ns),
+        chunks=len(lasts_ns),
+        held=held(left_ns),
         limits_ns=limits_ns,
         is_paced=paced_ns is not None,
         steps=steps,
-        past=0 if steps is None else len(own_ns) - bisect_right(own_ns, steps.last_ns),
+        past=0 if steps is None else len(own_ns) - bisect_right(own_ns, steps.last_ns - later_ns),
     )
 
 
@@ -239,7 +242,7 @@ def lease_of_bring_up(
         return None
     limits_ns, paced_ns = age_limits_ns(run.config), window_period_ns(run.config)
     lines = window.measured if lost is None else judged(run, window)
-    made = _made(lines, 0 if run.standalone is None else round(run.standalone.c_ns))
+    made = [*_made(lines, 0 if run.standalone is None else round(run.standalone.c_ns))]
     steps = steps_of(run.config)
     need = lease_need([made], limits_ns, steps=steps)
     if need is None or paced_ns <= (need.gap_ns if score is None else score.period_ns):
@@ -253,10 +256,10 @@ def lease_of_bring_up(
 
 def lease_of_service(run: RunLog, window: JudgedSpan) -> LeaseNeed | None:
     """Returns what the lease had to cover, by the robots' clocks."""
-    ages_ns = [*run.ages_ns, *chain.from_iterable(run.unexecuted_ages_ns.values())]
+    at_robot = quantiles([*run.ages_ns, *chain.from_iterable(run.unexecuted_ages_ns.values())])
     runs = (_made(segment.envelopes) for segment in window.segments)
     limits_ns, steps = age_limits_ns(run.config), steps_of(run.config)
-    return lease_need(runs, limits_ns, ages_ns=ages_ns, steps=steps)
+    return lease_need(runs, limits_ns, at_robot=at_robot, steps=steps)
 
 
 def lease_of_one_rank(stages_ns: Iterable[Sequence[int]], config: Json) -> LeaseNeed | None:
@@ -319,7 +322,7 @@ def _wait_note(need: LeaseNeed | None, config: Json) -> str:
     )
 
 
-def _made(envelopes: Iterable[Envelope], c_ns: int = 0) -> Chunks:
+def _made(envelopes: Iterable[Envelope], c_ns: int = 0) -> Iterator[tuple[int, int]]:
     """Chunks of one phase; those past their lease, too: a longer one would have let them go.
 
     Args:
@@ -328,7 +331,13 @@ def _made(envelopes: Iterable[Envelope], c_ns: int = 0) -> Chunks:
     """
     lines = [e for e in envelopes if e.is_emitted or (e.drop == "expired" and e.tDecode)]
     c_ns = round(usual_stages_ns(lines).get("C", c_ns))
-    return sorted((e.picked or (e.tDecode or 0) + c_ns, e.tA0 or 0) for e in lines)
+
+    def ready_ns(e: Envelope) -> int:
+        return e.picked or (e.tDecode or 0) + c_ns
+
+    lines.sort(key=lambda e: e.tA0 or 0)
+    lines.sort(key=ready_ns)  # of equal ones the order before is kept
+    return ((ready_ns(e), e.tA0 or 0) for e in lines)
 
 
 def _ages_alone_ns(envelopes: Iterable[Envelope], through_ns: float) -> list[int]:

@@ -7,12 +7,15 @@ be read; a known key with a value of the wrong type is refused, with the place w
 from __future__ import annotations
 
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from operator import itemgetter
 from typing import Any, Final, NamedTuple, get_type_hints
 
+from ppstream.analysis.answers import identity_of, joined, order_of
 from ppstream.analysis.json_values import INT_MAX, int_of, mapping_of, shown, text_of
+from ppstream.analysis.line_columns import Lines
 from ppstream.analysis.records import (
     ENVELOPES,
     REQUESTS,
@@ -25,13 +28,13 @@ from ppstream.analysis.records import (
     Ledger,
     LogEvent,
     MemoryLine,
+    PolicyAnswer,
     PolicyLine,
     RobotRequests,
     RobotStateLine,
     RuleCounts,
     RunLog,
     Topology,
-    header_words,
 )
 from ppstream.analysis.requests import GatewayTotals, WindowRequests, is_on_request
 from ppstream.analysis.robot_states import ChunkReports, RobotStates
@@ -44,8 +47,6 @@ RANKS_MAX: Final = 1024
 DEPTH_MAX: Final = 4096  # of D_in and D_out
 AGE_MAX_NS: Final = 3_600_000_000_000  # an hour: no robot executes an older action
 COUNT_MAX: Final = 1 << 62  # of what a robot counts, in ns too
-
-_Key = tuple[int, int, int, int]  # generation, lane, epoch, seq
 
 
 class LogLine(NamedTuple):
@@ -79,20 +80,15 @@ def parse_run(
     for line in lines:
         found.add(line)
     newest = max((generation for generation, _ in found.ledgers), default=0)
-    joined = [
-        _join(e, [lines.get(_identity(e)) for lines in found.places]) for e in found.envelopes
-    ]
-    for e in joined:
-        e.answered_by = found.answered_by.get(_identity(e))
     return RunLog(
         run_id=str(manifest.get("run_id", "?")),
         topology=topology,
         config=config,
         finished=manifest.get("finished_utc") is not None,
-        envelopes=tuple(sorted(joined, key=_order)),
+        envelopes=joined(found.envelopes, found.policies, topology),
         events=tuple(found.events),
-        members={rank: tuple(lines) for rank, lines in found.members.items()},
-        ages_ns=tuple(found.chunks.ages_ns),
+        members={rank: [*lines] for rank, lines in found.members.items()},
+        ages_ns=found.chunks.ages_ns,
         unexecuted_ages_ns=found.chunks.unexecuted_ages_ns,
         oldest_ns=found.chunks.oldest_ns or None,
         standalone=_standalone(manifest, "standalone"),
@@ -121,11 +117,10 @@ class _Sorted:
     """Lines by their kind."""
 
     def __init__(self, run_id: object, topology: Topology, *, is_asked: bool) -> None:
-        self.envelopes: list[Envelope] = []
-        self.places: list[dict[_Key, PolicyLine]] = [{} for _ in topology.ranks]
-        self.answered_by: dict[_Key, int] = {}
-        self._replicas = topology.replica_ranks
-        self.members: dict[int, list[PolicyLine]] = {rank: [] for rank in topology.members}
+        self.envelopes = Lines(Envelope, order_of)
+        self.policies: dict[int, Lines[PolicyAnswer]] = defaultdict(_answer_lines)  # by rank
+        self.members = {rank: _answer_lines() for rank in topology.members}
+        self._topology = topology
         self.events: list[LogEvent] = []
         self.chunks = ChunkReports()
         self.ledgers: dict[tuple[int, str], Ledger] = {}
@@ -150,14 +145,10 @@ class _Sorted:
             self.window_requests.count(envelope, line.fields)
             self.envelopes.append(envelope)
         elif kind == "stage1":
-            place = line.rank if len(self.places) > 1 else 1
             if line.rank in self.members:
-                self.members[line.rank].append(_stage1(line))
-            elif 1 <= place <= len(self.places):
-                found = _stage1(line)
-                self.places[place - 1].setdefault(_identity(found), found)
-                if line.rank in self._replicas:
-                    self.answered_by.setdefault(_identity(found), line.rank)
+                self.members[line.rank].append(_stage1(line, self._topology))
+            elif self._topology.places == 1 or line.rank in self._topology.ranks:
+                self.policies[line.rank].append(_stage1(line, self._topology))
             else:
                 self.ignored += 1
         elif kind == "event":
@@ -176,10 +167,10 @@ class _Sorted:
             self.ignored += 1
 
     def _robot(self, line: LogLine) -> None:
-        session, age_ns, oldest_ns = (
+        session, age_ns, oldest_ns = [
             int_of(line.fields, name, line.where) for name in ("session", "age_ns", "oldest_ns")
-        )
-        if any(ns is not None and not 0 <= ns <= AGE_MAX_NS for ns in (age_ns, oldest_ns)):
+        ]
+        if not (0 <= (age_ns or 0) <= AGE_MAX_NS and 0 <= (oldest_ns or 0) <= AGE_MAX_NS):
             self.unbelievable += 1
             return
         is_executed = line.fields.get("executed") != 0
@@ -311,14 +302,14 @@ def _named(line: type, hint: object) -> tuple[str, ...]:
 
 
 _LINES: Final[tuple[type, ...]] = (EnvelopeLine, PolicyLine)
-_NUMBERS: Final = {line: _named(line, int | None) for line in _LINES}
+_IDS: Final = ("seq", "generation", "lane", "epoch")
+_NUMBERS: Final = {line: (*_named(line, int | None), *_IDS) for line in _LINES}
 _TEXTS: Final = {line: _named(line, str | None) for line in _LINES}
 
 
 def _in_order(line: type) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
     """Picks the fields of ``line`` from its numbers, texts, head, and one None for all others."""
-    head = "kind", "run_id", "mode", "generation", "lane", "epoch", "seq"
-    have = (*_NUMBERS[line], *_TEXTS[line], *head)
+    have = (*_NUMBERS[line], *_TEXTS[line], "kind", "run_id", "mode")
     return itemgetter(*(have.index(f.name) if f.name in have else -1 for f in fields(line)))
 
 
@@ -327,8 +318,6 @@ _MEMORY: Final = _named(MemoryLine, int | None)
 _ROBOT_COUNTS: Final = _named(RobotStateLine, int | None)
 _REQUEST_COUNTS: Final = _named(RobotRequests, int)
 _BINS: Final = frozenset(map(str, range(BINS)))
-#: Both sides write these; rank 0's line wins, the policy rank's fills what it lacks.
-_SHARED: Final = tuple(header_words(EnvelopeLine))
 
 
 def _envelope(line: LogLine) -> Envelope:
@@ -338,11 +327,17 @@ def _envelope(line: LogLine) -> Envelope:
     envelope.lease_ns = _lease_ns(found.get("window_end_ns"), found.get("expires_ns"))
     if envelope.tDecode is None:  # the older name of the same stamp
         envelope.tDecode = int_of(found, "tC0", line.where)
+    envelope.is_emitted = envelope.drop is None and envelope.tEmit is not None
     return envelope
 
 
-def _stage1(line: LogLine) -> PolicyLine:
-    return PolicyLine(*_declared(PolicyLine, line))
+def _answer_lines() -> Lines[PolicyAnswer]:
+    return Lines(PolicyAnswer, identity_of)
+
+
+def _stage1(line: LogLine, topology: Topology) -> PolicyAnswer:
+    replica = line.rank if line.rank in topology.replica_ranks else None
+    return PolicyAnswer(*(*_declared(PolicyLine, line), replica))
 
 
 def _declared(kind: type, line: LogLine) -> tuple[Any, ...]:
@@ -354,58 +349,16 @@ def _declared(kind: type, line: LogLine) -> tuple[Any, ...]:
         given and not -INT_MAX <= min(given) <= max(given) <= INT_MAX
     ):
         numbers = (*(int_of(found, name, line.where) for name in names),)
-    texts = (text_of(found.get(name)) for name in _TEXTS[kind])
-    run_id, mode = found.get("run_id"), found.get("mode") or "throughput"
-    head = text_of(found.get("kind")), text_of(run_id) or "", text_of(mode), *_key(line)
-    return _IN_ORDER[kind]((*numbers, *texts, *head, None))
-
-
-def _join(envelope: Envelope, lines: Sequence[PolicyLine | None]) -> Envelope:
-    envelope.places = tuple(lines)
-    for name, value in _answers(lines).items():
-        if getattr(envelope, name) is None:
-            setattr(envelope, name, value)
-    return envelope
-
-
-def _answers(lines: Sequence[PolicyLine | None]) -> dict[str, int | None]:
-    """The fields of rank 0's line that the policy ranks' lines give, as rank 0 would log them.
-
-    Of a chain: B of the slowest place, the residences' sum, and the waits of the last place.
-    """
-    last = lines[-1]
-    found = {name: getattr(last, name) for name in _SHARED} if last is not None else {}
-    if len(lines) > 1:
-        known = [line for line in lines if line is not None and line.B_ns is not None]
-        whole = len(known) == len(lines)
-        slowest = max(known, key=lambda line: line.B_ns or 0, default=None)
-        stays = [line.residence_ns for line in known if line.residence_ns is not None]
-        found["B_ns"] = slowest.B_ns if whole and slowest else None
-        found["eB_ns"] = slowest.eB_ns if whole and slowest else None
-        found["residence_ns"] = sum(stays) if len(stays) == len(lines) else None
-    return found
-
-
-def _key(line: LogLine) -> _Key:
-    found, where = line.fields, line.where
-    seq = int_of(found, "seq", where)
+    *others, seq, generation, lane, epoch = numbers
     if seq is None:
-        raise LogError(f"{where}: a line of kind {found.get('kind')!r} needs seq")
-    generation = int_of(found, "generation", where)
-    return (
-        line.generation if generation is None else generation,
-        int_of(found, "lane", where) or 0,
-        int_of(found, "epoch", where) or 0,
-        seq,
-    )
-
-
-def _identity(line: Envelope | PolicyLine) -> _Key:
-    return line.generation, line.lane, line.epoch, line.seq
-
-
-def _order(envelope: Envelope) -> tuple[int, int, int, int, int]:
-    return (*_identity(envelope), envelope.tEmit or 0)
+        raise LogError(f"{line.where}: a line of kind {found.get('kind')!r} needs seq")
+    ids = seq, line.generation if generation is None else generation, lane or 0, epoch or 0
+    texts: Iterable[Any] = (*map(found.get, _TEXTS[kind]),)
+    if not {str, type(None)}.issuperset(map(type, texts)):
+        texts = map(text_of, texts)
+    run_id, mode = found.get("run_id"), found.get("mode") or "throughput"
+    head = text_of(found.get("kind")), text_of(run_id) or "", text_of(mode)
+    return _IN_ORDER[kind]((*others, *ids, *texts, *head, None))
 
 
 def _event(line: LogLine) -> LogEvent:

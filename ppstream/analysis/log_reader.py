@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +28,6 @@ _LOG_NAME: Final = re.compile(r"rank(\d+)\.gen(\d+)(?:\..+)?\.jsonl")
 #: Beginnings of a line that was not written to its end: after a power cut zeros may stand there.
 _TORN: Final = ("{", "\0")
 NUMBER_CHARS: Final = 20  # of an integer of 64 bits
-_Decode = Callable[[str], Any]
 _GATEWAY_NAME: Final = re.compile(r"gateway()\.gen(\d+)\.jsonl")  # a file for each start
 
 
@@ -144,22 +143,38 @@ def _lines(path: Path, rank: int, generation: int, torn: list[str]) -> Iterator[
         with path.open("rb") as file:
             for number, data in enumerate(file, start=1):
                 row = data.decode("utf-8", errors="replace")  # a tear may split a character
-                is_plain = data[:1] == b"{" and _LONG not in data.translate(_AS_ZEROS)
-                decode = _decode_plain if is_plain else _decode
-                line = _line(row, rank, generation, f"{path}:{number}", torn, decode)
-                if line is not None:
-                    yield line
+                fields = _plain_object(row, data)
+                if fields is None or "schema" in fields:
+                    fields = _fields(row, f"{path}:{number}", torn)
+                if fields is not None:
+                    yield LogLine(rank, generation, f"{path}:{number}", fields)
     except OSError as error:
         raise LogError(f"{path}: cannot be read: {error.strerror}") from error
 
 
-def _line(
-    row: str, rank: int, generation: int, where: str, torn: list[str], decode: _Decode
-) -> LogLine | None:
+def _plain_object(row: str, data: bytes) -> Json | None:
+    """The object of a whole row without a number so long that ``_integer`` must see it, or None.
+
+    In a third of the time that ``_fields`` takes.
+    """
+    if data[:1] == b"{" and _LONG not in data.translate(_AS_ZEROS):
+        with suppress(ValueError, RecursionError):
+            found, end = _decode_short(row)
+            fields: Json = found
+            return fields if row[end:] in ("\n", "") else None
+    return None
+
+
+def _fields(row: str, where: str, torn: list[str]) -> Json | None:
+    """The row's object; None where there is none, or a torn one.
+
+    Raises:
+        LogError: it is not in this format.
+    """
     if not row.strip():
         return None
     try:
-        fields = _object(row, where, decode)
+        fields = _object(row, where)
     except LogError:
         if row.startswith(_TORN):
             torn.append(where)
@@ -167,7 +182,7 @@ def _line(
         raise
     if "schema" in fields:
         check_schema(fields, where)
-    return LogLine(rank, generation, where, fields)
+    return fields
 
 
 def _text(path: Path) -> str:
@@ -183,12 +198,8 @@ def decoded(text: str, where: str) -> Any:
     Raises:
         LogError: it is none, is nested too deeply, or has a number that no log has.
     """
-    return _decoded(text, where, _decode)
-
-
-def _decoded(text: str, where: str, decode: _Decode) -> Any:
     try:
-        return decode(text)
+        return _decode(text)
     except ValueError as error:
         raise LogError(f"{where}: not JSON: {error}") from error
     except RecursionError:
@@ -217,14 +228,8 @@ _LONG: Final = b"0" * NUMBER_CHARS
 _AS_ZEROS: Final = bytes.maketrans(b"123456789", b"0" * 9)
 
 
-def _decode_plain(row: str) -> Any:
-    """As ``_decode`` does it, a row that begins an object and has no long number, in a third."""
-    value, end = _decode_short(row)
-    return value if row[end:] in ("\n", "") else _decode(row)
-
-
-def _object(text: str, where: str, decode: _Decode = _decode) -> Json:
-    value = _decoded(text, where, decode)
+def _object(text: str, where: str) -> Json:
+    value = decoded(text, where)
     if not isinstance(value, dict):
         raise LogError(f"{where}: expected an object, found {type(value).__name__}")
     return value

@@ -10,7 +10,7 @@ Data only: ``log_parser.py`` makes records of decoded lines, ``log_reader.py`` r
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 from typing import Any, Final, Literal, NamedTuple
@@ -258,6 +258,13 @@ class PolicyLine(PolicyRankTimes, _PolicyStamps):
 
 
 @dataclass(slots=True)
+class PolicyAnswer(PolicyLine):
+    """The policy rank's line of one envelope after reading."""
+
+    replica: int | None = None  # the rank that wrote it, where policy ranks take turns
+
+
+@dataclass(slots=True)
 class Envelope(EnvelopeLine):
     """Rank 0's line of one envelope after reading; the policy ranks' lines fill missing fields.
 
@@ -269,17 +276,18 @@ class Envelope(EnvelopeLine):
     lease_ns: int | None = None  # shortest ``expires_ns - window_end_ns`` of its rows
     asked: int | None = None  # robots with a newer window than before; None: rows are not named
     asked_ahead: int | None = None  # of them, those whose window before was under way at tA0
-    places: tuple[PolicyLine | None, ...] = ()  # the line of each policy rank, in their order
-    answered_by: int | None = None  # of replicas: the rank whose log has the line
+    is_emitted: bool = False  # and not dropped
+    places: tuple[PolicyAnswer | None, ...] = ()  # the line of each policy rank, in their order
 
     @property
-    def stage1(self) -> PolicyLine | None:
+    def stage1(self) -> PolicyAnswer | None:
         """The line of the only policy rank, or of the replica; in a chain of the last rank."""
         return self.places[-1] if self.places else None
 
     @property
-    def is_emitted(self) -> bool:
-        return self.drop is None and self.tEmit is not None
+    def answered_by(self) -> int | None:
+        """Of replicas: the rank whose log has the line."""
+        return None if self.stage1 is None else self.stage1.replica
 
     @property
     def picked(self) -> int | None:
@@ -450,10 +458,10 @@ class RunLog:
     finished: bool
     envelopes: tuple[Envelope, ...]
     events: tuple[LogEvent, ...] = ()
-    members: Mapping[int, tuple[PolicyLine, ...]] = field(default_factory=dict)  # of a mesh
-    ages_ns: tuple[int, ...] = ()  # of executed chunks, measured by the robots themselves
+    members: Mapping[int, Sequence[PolicyLine]] = field(default_factory=dict)  # of a mesh
+    ages_ns: Sequence[int] = ()  # of executed chunks, measured by the robots themselves
     #: Of the other chunks by session, as its robot received them.
-    unexecuted_ages_ns: Mapping[int, list[int]] = field(default_factory=dict)
+    unexecuted_ages_ns: Mapping[int, Sequence[int]] = field(default_factory=dict)
     oldest_ns: int | None = None  # of any single action executed; None: no robot said it
     standalone: IsolatedTimes | None = None  # directly before bring-up
     standalone_after: IsolatedTimes | None = None  # directly behind it
@@ -475,6 +483,11 @@ class RunLog:
     missing_ranks: tuple[int, ...] = ()
     ignored_lines: int = 0
     manifest: Json = field(default_factory=dict)  # run.json as it stands
+
+    @property
+    def newest_generation(self) -> int:
+        """Of the envelopes; 0 without any."""
+        return self.envelopes[-1].generation if self.envelopes else 0
 
     @property
     def stream_ledgers(self) -> list[Ledger]:

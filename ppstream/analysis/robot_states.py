@@ -5,6 +5,7 @@ Pure. A robot is known by its name; one whose log has none is another one in eac
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable
 from itertools import chain
 from typing import NamedTuple
@@ -58,15 +59,15 @@ class ChunkReports:
     """
 
     def __init__(self) -> None:
-        self.ages_ns: list[int] = []
-        self.unexecuted_ages_ns: dict[int, list[int]] = {}
+        self.ages_ns = array("q")
+        self.unexecuted_ages_ns: dict[int, array[int]] = {}
         self.oldest_ns = 0
         self.by_session: dict[int, Chunks] = {}
 
     def add(self, session: int, age_ns: int | None, oldest_ns: int, *, is_executed: bool) -> None:
         """Count one report."""
         if age_ns is not None:
-            unexecuted = self.unexecuted_ages_ns.setdefault(session, [])
+            unexecuted = self.unexecuted_ages_ns.setdefault(session, array("q"))
             (self.ages_ns if is_executed else unexecuted).append(age_ns)
         self.oldest_ns = max(self.oldest_ns, oldest_ns)
         executed, total = self.by_session.get(session, (0, 0))

@@ -26,7 +26,7 @@ def failed_end(run: RunLog) -> str:
     """
     known = {rank: end for rank, end in run.exits.items() if isinstance(end, Mapping)}
     ends = {rank: end for rank, end in known.items() if isinstance(end.get("code"), int)}
-    newest = max((e.generation for e in run.envelopes), default=0)
+    newest = run.newest_generation
     starts = {rank: _generation(end, newest) for rank, end in ends.items()}
     newest = max([newest, *starts.values()])
     failed = [r for r, end in ends.items() if starts[r] == newest and end["code"] not in AS_ASKED]

@@ -10,10 +10,10 @@ from typing import Final, NamedTuple
 
 from ppstream.analysis.age_advice import in_ms
 from ppstream.analysis.places import stage_b_ns
-from ppstream.analysis.records import ENVELOPES, TOTAL, Envelope, Ledger, RunLog
+from ppstream.analysis.records import ENVELOPES, TOTAL, Envelope, Ledger, RunLog, Topology
 from ppstream.analysis.requests import is_on_request
 from ppstream.analysis.scores import between, stage_a_ns, stage_c_ns
-from ppstream.analysis.segments import ALONE, JudgedSpan
+from ppstream.analysis.segments import ALONE, JudgedSpan, Segment
 from ppstream.core.errors import counted, printable
 from ppstream.core.quantiles import quantiles
 
@@ -55,20 +55,20 @@ def wait_share(window: JudgedSpan, wait: str) -> float:
 
 def critical_path(window: JudgedSpan) -> dict[str, dict[str, float]]:
     """For each stage's starts: the share whose last predecessor was which."""
-    chain = [f"B{place}" for place in window.topology.ranks] if window.topology.is_chain else []
+    topology = window.topology
+    chain = [f"B{place}" for place in topology.ranks] if topology.is_chain else []
     last: dict[str, Counter[str]] = {stage: Counter() for stage in ("A", *(chain or "B"), "C")}
     for segment in window.segments:
-        by_seq = {e.seq: e for e in segment.envelopes}
         for e in segment.measured:
             if not e.is_emitted:
                 continue
-            last["A"][_last_before_a(e, by_seq, window)] += 1
+            last["A"][_last_before_a(e, segment, topology)] += 1
             places = zip(chain, e.places, strict=True) if chain else (("B", e),)
             for stage, line in places:
                 if line is not None and line.wait_input_ns is not None:
                     waited = line.wait_input_ns > LAST_EVENT_NS
                     last[stage]["envelope" if waited else "previous B"] += 1
-            last["C"][_last_before_c(e, by_seq, window)] += 1
+            last["C"][_last_before_c(e, segment, topology)] += 1
     return {
         stage: {name: count / counter.total() for name, count in counter.most_common()}
         for stage, counter in last.items()
@@ -76,13 +76,12 @@ def critical_path(window: JudgedSpan) -> dict[str, dict[str, float]]:
     }
 
 
-def _last_before_a(e: Envelope, by_seq: dict[int, Envelope], window: JudgedSpan) -> str:
-    topology = window.topology
+def _last_before_a(e: Envelope, segment: Segment, topology: Topology) -> str:
     waited = (e.w_input_ns or 0) > max(LAST_EVENT_NS, e.w_credit_ns or 0, e.w_slot_ns or 0)
     if waited and e.pacing != "saturated":  # saturated: samples are taken in, never waited for
         return "sensor"
-    giver, before = by_seq.get(e.seq - topology.d_in), by_seq.get(e.seq - 1)
-    on_thread = by_seq.get(e.seq - topology.lead - 1)
+    giver, before = segment.at(e.seq - topology.d_in), segment.at(e.seq - 1)
+    on_thread = segment.at(e.seq - topology.lead - 1)
     ends = {
         "credit": giver.tRecv if giver and topology.credit == "before_window" else None,
         "previous A": before.tA1 if before else None,
@@ -93,10 +92,9 @@ def _last_before_a(e: Envelope, by_seq: dict[int, Envelope], window: JudgedSpan)
     return _latest(ends)
 
 
-def _last_before_c(e: Envelope, by_seq: dict[int, Envelope], window: JudgedSpan) -> str:
-    topology = window.topology
-    before = by_seq.get(e.seq - 1)
-    on_thread = by_seq.get(e.seq + topology.lead)
+def _last_before_c(e: Envelope, segment: Segment, topology: Topology) -> str:
+    before = segment.at(e.seq - 1)
+    on_thread = segment.at(e.seq + topology.lead)
     serial = topology.threads == "serial"
     ends = {
         "result": e.tRecv,
@@ -228,11 +226,11 @@ def usual_stages_ns(envelopes: Iterable[Envelope]) -> dict[str, float]:
     """Medians of A, B and C, each over the envelopes that were through it; {}: none was."""
     lines = list(envelopes)
     found = {
-        "A": [stage_a_ns(e) for e in lines if e.tA1 is not None],
-        "B": [stage_b_ns(e) for e in lines if e.B_ns is not None or e.eB_ns is not None],
-        "C": [stage_c_ns(e) for e in lines if e.is_emitted and e.tDecode is not None],
+        "A": (stage_a_ns(e) for e in lines if e.tA1 is not None),
+        "B": (stage_b_ns(e) for e in lines if e.B_ns is not None or e.eB_ns is not None),
+        "C": (stage_c_ns(e) for e in lines if e.is_emitted and e.tDecode is not None),
     }
-    return {stage: median(values) for stage, values in found.items() if values}
+    return {stage: median(values) for stage, each in found.items() if (values := [*each])}
 
 
 class ChunkGaps(NamedTuple):
@@ -312,16 +310,16 @@ def deadlines(envelopes: Iterable[Envelope]) -> dict[str, object] | None:
     The age is the one since arrival at rank 0, so true misses are at least as many.
     """
     misses: list[bool] = []
-    slack_ns: list[int] = []
+    over_ns: list[int] = []  # negative: slack, so that p95 is the slack that 95 % have at least
     for e in envelopes:
         if e.lease_ns is not None and e.age_rank0_ns is not None:
-            slack_ns.append(e.lease_ns - e.age_rank0_ns)
-            misses.append(slack_ns[-1] < 0 or e.drop == "expired")
+            over_ns.append(e.age_rank0_ns - e.lease_ns)
+            misses.append(over_ns[-1] > 0 or e.drop == "expired")
         elif e.drop == "expired":
             misses.append(True)
     if not misses:
         return None
-    late = quantiles([-s for s in slack_ns])  # so that p95 is the slack that 95 % have at least
+    late = quantiles(over_ns)
     slack_ms = late and {"p50": -late.p50_ns / 1e6, "p95": -late.p95_ns / 1e6}
     return {
         "n": len(misses),

@@ -5,6 +5,7 @@ Pure. They cover the whole run, every phase and generation, not only the measure
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator
 from itertools import groupby, pairwise
 from typing import Final, NamedTuple
@@ -73,21 +74,21 @@ def _steps(lines: Iterable[Envelope], start: str, end: str) -> Iterator[tuple[in
 
 def _stale_emits(run: RunLog) -> int:
     """Emits of an older epoch behind a cut, or behind an emit of a newer epoch of their lane."""
-    cuts = [e for e in run.events if e.name == "epoch_cut" and e.t is not None and e.rank == 0]
+    cuts = [
+        (e.generation, e.t + CUT_SLACK_NS, e.epoch)
+        for e in run.events
+        if e.name == "epoch_cut" and e.rank == 0 and e.t is not None and e.epoch is not None
+    ]
     stale = 0
     for (generation, _), same in groupby(run.envelopes, key=lambda e: (e.generation, e.lane)):
         emits = sorted((e for e in same if e.is_emitted), key=lambda e: e.tEmit or 0)
-        newest = None
+        ahead = deque(sorted((t, epoch) for k, t, epoch in cuts if k == generation))
+        newest = min((e.epoch for e in emits), default=0)
         for e in emits:
-            newest = e.epoch if newest is None else max(newest, e.epoch)
-            behind_cut = any(
-                cut.generation == generation
-                and cut.epoch is not None
-                and e.epoch < cut.epoch
-                and (e.tEmit or 0) > (cut.t or 0) + CUT_SLACK_NS
-                for cut in cuts
-            )
-            stale += behind_cut or e.epoch < newest
+            while ahead and ahead[0][0] < (e.tEmit or 0):
+                newest = max(newest, ahead.popleft()[1])
+            newest = max(newest, e.epoch)
+            stale += e.epoch < newest
     return stale
 
 

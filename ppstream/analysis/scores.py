@@ -9,8 +9,9 @@ what a stage waits for inside, ``contention.py`` knows more.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import add
 from statistics import fmean, median
 from typing import Final
 
@@ -193,9 +194,9 @@ def primary(window: JudgedSpan, *, resampled: bool = True) -> Primary | None:
     if stage_b.lost and stage_b.is_whole:
         return None
     names = resource_names(window.topology, stage_b.names)
-    runs = [_rows(segment, window.topology, stage_b) for segment in window.segments]
-    columns = [sum(column) for column in zip(*(row for rows in runs for row in rows), strict=True)]
-    span_ns, *busy = columns
+    each = (_rows(segment, window.topology, stage_b) for segment in window.segments)
+    runs = [[*rows] if resampled else [_sums(rows)] for rows in each]
+    span_ns, *busy = _sums(row for rows in runs for row in rows)
     busy_ns = dict(zip(names, busy, strict=True))
     transport = _transport_ns(window)
     shared = len([name for name in names if name != "gpu0"])
@@ -265,9 +266,10 @@ def between(start: int | None, end: int | None) -> int:
 
 def transport_ns(envelope: Envelope) -> int | None:
     """Both transfers of one envelope, without synchronised clocks."""
-    if envelope.tSend is None or envelope.tRecv is None or envelope.residence_ns is None:
-        return None
-    return envelope.tRecv - envelope.tSend - envelope.residence_ns
+    sent, received, stay_ns = envelope.tSend, envelope.tRecv, envelope.residence_ns
+    return (
+        None if sent is None or received is None or stay_ns is None else received - sent - stay_ns
+    )
 
 
 def _published_stages(envelope: Envelope, replicas: int) -> tuple[int, int] | None:
@@ -279,23 +281,31 @@ def _published_stages(envelope: Envelope, replicas: int) -> tuple[int, int] | No
     return stage0, (envelope.B_ns or 0) // replicas
 
 
-def _rows(segment: Segment, topology: Topology, stage_b: StageBTimes) -> list[Row]:
-    """Period and busy times per emit; what a dropped envelope kept busy goes to the next emit."""
+def _sums(rows: Iterable[Row]) -> Row:
+    """The sum of each column, without a list of the rows."""
+    sums: Row = ()
+    for row in rows:
+        sums = tuple(map(add, sums, row)) if sums else row
+    return sums
+
+
+def _rows(segment: Segment, topology: Topology, stage_b: StageBTimes) -> Iterator[Row]:
+    """Yields period and busy times per emit; those of a dropped envelope go to the next emit."""
     width = len(resource_names(topology, stage_b.names))
     intervals = [
-        (e.tA0, e.tA1) for e in segment.envelopes if e.tA0 is not None and e.tA1 is not None
+        (e.tA0, e.tA1)
+        for e in (segment.envelopes if topology.device_stamped else ())
+        if e.tA0 is not None and e.tA1 is not None
     ]
-    rows: list[Row] = []
     carried = [0] * width
     previous = segment.first.tEmit
     for envelope in segment.measured:
         busy = _busy(envelope, topology, stage_b.of(envelope), intervals)
         carried = [a + b for a, b in zip(carried, busy, strict=True)]
         if envelope.is_emitted:
-            rows.append((between(previous, envelope.tEmit), *carried))
+            yield (between(previous, envelope.tEmit), *carried)
             carried = [0] * width
             previous = envelope.tEmit
-    return rows
 
 
 def _busy(
@@ -337,11 +347,12 @@ def _transport_ns(window: JudgedSpan) -> int | None:
 
     Of replicas what is left when results did not wait for the one before.
     """
-    if any(transport_ns(e) is None for e in window.emitted):
+    known = [transport_ns(e) for e in window.measured]
+    if any(ns is None and e.is_emitted for ns, e in zip(known, window.measured, strict=True)):
         return None
     if window.topology.has_replicas:
         return round(_free_transport_ns(window) * window.n)
-    return sum(transport_ns(e) or 0 for e in window.measured)
+    return sum(ns or 0 for ns in known)
 
 
 def _free_transport_ns(window: JudgedSpan) -> float:
@@ -354,10 +365,9 @@ def _free_transport_ns(window: JudgedSpan) -> float:
     held_ns = min(HELD_MAX_NS, HELD_SHARE * window.span_ns / window.n)
     free = []
     for segment in window.segments:
-        by_seq = {e.seq: e for e in segment.envelopes}
         for e in segment.measured:
-            giver = by_seq.get(e.seq - window.topology.d_out)
-            before = by_seq.get(e.seq - 1) if window.topology.has_replicas else giver
+            giver = segment.at(e.seq - window.topology.d_out)
+            before = segment.at(e.seq - 1) if window.topology.has_replicas else giver
             is_first = before is giver or _is_behind(e, before, held_ns)
             if giver is not None and between(giver.tDecode, e.tRecv) > held_ns and is_first:
                 free.append(transport_ns(e) or 0)

@@ -40,6 +40,11 @@ class Segment:
     def last(self) -> Envelope:
         return self.envelopes[-1]
 
+    def at(self, seq: int) -> Envelope | None:
+        """The envelope of that seq; None: it is not of this segment."""
+        place = seq - self.first.seq
+        return self.envelopes[place] if 0 <= place < len(self.envelopes) else None
+
     @cached_property
     def measured(self) -> tuple[Envelope, ...]:
         """All after the opening one: what the segment's time was spent on."""
@@ -140,10 +145,10 @@ def _trimmed(run: list[Envelope]) -> Iterator[Segment]:
 def _without_idle(run: list[Envelope]) -> Iterator[list[Envelope]]:
     """An idle robot is not a bubble. Only a wait for input counts as idle, never a stall."""
     emits = [i for i, envelope in enumerate(run) if envelope.is_emitted]
-    periods = {j: _emit(run[j]) - _emit(run[i]) for i, j in pairwise(emits)}
-    limit_ns = IDLE_PERIODS * median(periods.values()) if periods else 0
+    gaps_ns = [_emit(run[j]) - _emit(run[i]) for i, j in pairwise(emits)]
+    limit_ns = IDLE_PERIODS * median(gaps_ns) if gaps_ns else 0
     start = 0
-    for i, gap_ns in periods.items():
+    for i, gap_ns in zip(emits[1:], gaps_ns, strict=False):
         waits = [e.w_input_ns or 0 for e in run[i : i + 2]]  # one thread takes the next input first
         saturated = run[i].phase == BRING_UP or run[i].pacing == "saturated"
         if gap_ns > limit_ns and not saturated and max(waits) >= IDLE_SHARE * gap_ns:

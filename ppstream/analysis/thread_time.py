@@ -27,10 +27,10 @@ class Threads:
         self._window = window
         self._is_split = window.topology.threads == "split"
         self._replicas = window.topology.replicas
-        lines = [e for e in run.envelopes if e.generation == window.generation]
-        self._decoded = sorted(
-            (e for e in lines if e.tDecode is not None), key=lambda e: e.tDecode or 0
-        )
+        over_ns = max((segment.last.tA1 or 0 for segment in window.segments), default=0)
+        lines = (e for e in run.envelopes if e.generation == window.generation)
+        decoded = [e for e in lines if e.tDecode is not None and e.tDecode < over_ns]
+        self._decoded = sorted(decoded, key=lambda e: e.tDecode or 0)
         self._decodes_ns = [e.tDecode or 0 for e in self._decoded]
 
     def residuals_ns(self) -> dict[str, float]:

@@ -8,6 +8,7 @@ asked in vain: its samples were refused, or a gateway answered none of its reque
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import groupby
 from typing import Final
 
 from ppstream.analysis.json_values import shown
@@ -229,13 +230,19 @@ def _served_ns(run: RunLog) -> dict[int, tuple[int, int]]:
 
 
 def _marks(run: RunLog) -> Iterator[tuple[int | None, int, str | None]]:
-    """Yields stamps of rank 0, each with its generation and the phase that holds from there on."""
+    """Yields stamps of rank 0, each with its generation and the phase that holds from there on.
+
+    Of the envelopes of service the first and the last one alone.
+    """
     for event in run.events:
         if event.rank == 0:
             yield event.t, event.generation, event.phase
     for ledger in run.envelope_ledgers:
         yield ledger.t, ledger.generation, None
-    for e in run.envelopes:
-        if e.phase in SERVING:
-            yield e.tA0, e.generation, e.phase
-            yield e.tEmit, e.generation, None
+    for generation, same in groupby(run.envelopes, key=lambda e: e.generation):
+        served = [e for e in same if e.phase in SERVING]
+        begun = [e for e in served if e.tA0 is not None]
+        if begun:
+            yield min(e.tA0 or 0 for e in begun), generation, begun[0].phase
+            yield max(e.tA0 or 0 for e in begun), generation, None
+        yield max((t for e in served if (t := e.tEmit) is not None), default=None), generation, None
