@@ -382,7 +382,8 @@ def _lost_lines(run: RunLog) -> dict[str, str]:
 
 def _calls_by_rows(run: RunLog, ready: Iterable[Envelope]) -> dict[int, int] | None:
     """Calls of the policy with so many rows; None: all had the whole batch, or nobody says."""
-    rows = [e.stage1.rows for e in ready if e.stage1 is not None and e.stage1.rows is not None]
+    lines = (e.stage1 for e in ready)
+    rows = [line.rows for line in lines if line is not None and line.rows is not None]
     counts, whole = Counter(rows), mapping_of(run.config.get("batch")).get("rows")
     return {n: counts[n] for n in sorted(counts)} if any(n != whole for n in counts) else None
 

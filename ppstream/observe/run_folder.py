@@ -428,11 +428,15 @@ class EventLog:
 
     def read(self) -> Iterator[dict[str, Any]]:
         """Yields the events, the last one last. All of them are read at once."""
+        found: list[dict[str, Any]] = []
         with self._log.open("rb") as file:
             file.seek(self._offset)
-            whole, _, _ = file.read().rpartition(b"\n")  # the last line may not be complete
-        self._offset += len(whole)
-        return events_in(whole)
+            for line in file:  # hours of them may be too much for the memory
+                if not line.endswith(b"\n"):  # it may not be complete
+                    break
+                self._offset += len(line)
+                found += events_in(line)
+        return iter(found)
 
 
 def events_in(lines: bytes) -> Iterator[dict[str, Any]]:

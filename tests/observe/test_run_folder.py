@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tracemalloc
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from ppstream.core.errors import ConfigError, ExitCode
-from ppstream.observe.run_folder import LAUNCHER_RUN, Run, launcher_identity
+from ppstream.observe.run_folder import LAUNCHER_RUN, EventLog, Run, launcher_identity
 
 
 def begin(root: Path, keep: int = 20) -> Run:
@@ -119,7 +120,7 @@ def test_a_start_behind_the_first_leaves_its_run_as_old_as_it_is(tmp_path):
 HOLD = """
 import sys, time
 from pathlib import Path
-from ppstream.observe.run_folder import LAUNCHER_RUN, Run, launcher_identity
+from ppstream.observe.run_folder import LAUNCHER_RUN, EventLog, Run, launcher_identity
 Run.joined(Path(sys.argv[1]), 20)
 print("holds", flush=True)
 time.sleep(60)
@@ -295,3 +296,27 @@ def test_run_json_is_indented_whatever_a_configuration_holds(tmp_path, value):
     text = (run.directory / "run.json").read_text()
     assert json.loads(text)["config"] == {"value": value}
     assert '\n "config": {\n  "value": ' in text
+
+
+def test_events_of_a_long_log_are_read_without_the_log_in_memory(tmp_path):
+    """An owner that looks hours later, or as it stops the run, holds the events alone.
+
+    A line that is not complete is read when it is.
+    """
+    path, line = tmp_path / "rank0.gen0.jsonl", b'{"kind":"envelope","seq":0}'.ljust(999) + b"\n"
+    event = b'{"kind":"event","name":"phase","phase":"%s"}\n'
+    cut = event % b"draining"
+    path.write_bytes(event % b"ready" + line * 8000 + event % b"degraded" + cut[:20])
+    log = EventLog(path)
+    tracemalloc.start()
+    try:
+        phases = [found["phase"] for found in log.read()]
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert phases == ["ready", "degraded"]
+    assert most < len(line) * 800  # a tenth of the log
+    assert [*log.read()] == []
+    with path.open("ab") as file:
+        file.write(cut[20:])
+    assert [found["phase"] for found in log.read()] == ["draining"]
