@@ -232,7 +232,8 @@ class LogConfig(Table, frozen=True):
     root: FilePath = "logs"
     """Folder of run logs. Set it to a disk with room."""
     keep: Count = 20
-    """Runs that are kept; older ones are deleted. Raise it to compare more."""
+    """Runs that are kept; older ones are deleted. Raise it to compare more, lower it for long runs:
+    an hour of 50 chunks/s takes some 270 MB."""
     ring: Annotated[int, Meta(ge=64, le=LOG_RING_MAX)] = 8192
     """Envelopes buffered between the loop and the disk. Raise it for slow disks."""
 
