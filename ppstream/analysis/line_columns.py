@@ -1,7 +1,8 @@
 """Lines of a log in columns: a day's log has a million, and an object for each value is too much.
 
 A row reads as the line that was appended, and nothing changes it but ``Lines``. They are packed in
-blocks: a column with one value all through a block, as most have, takes next to nothing. Pure.
+blocks: a column with one value all through a block, as most have, takes next to nothing. The first
+lines stay objects: those of bring-up are asked for everything, again and again. Pure.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from sys import intern
 from types import NoneType
 from typing import Any, Final, Generic, TypeVar, cast
 
+KEPT: Final = 1024  # the first lines, which stay objects
 BLOCK: Final = 256  # lines; Python keeps each number below once
 _WIDTHS: Final = {code: -1 << 8 * array(code).itemsize - 1 for code in "bhiq"}  # and the least
 
@@ -42,12 +44,17 @@ class Lines(Generic[Line]):
     Args:
         kind: the dataclass.
         key: of a line: nearly all are appended in its order.
+        kept: so many lines stay objects.
     """
 
-    def __init__(self, kind: type[Line], key: Callable[[Line], tuple[int, ...]]) -> None:
+    def __init__(
+        self, kind: type[Line], key: Callable[[Line], tuple[int, ...]], kept: int = KEPT
+    ) -> None:
         self._names = [f.name for f in fields(cast(Any, kind))]
         self._values, self._key = attrgetter(*self._names), key
         self._row = _row_class(cast(Any, kind))
+        self._kept: list[Line] = []
+        self._most_kept = kept
         self._blocks: list[tuple[int, list[Column]]] = []  # lines, and their columns
         self._unpacked: list[tuple[Any, ...]] = []
         self._last: tuple[int, ...] = ()
@@ -58,6 +65,9 @@ class Lines(Generic[Line]):
         if key < self._last:
             self._is_ordered = False
         self._last = key
+        if len(self._kept) < self._most_kept:
+            self._kept.append(line)
+            return
         self._unpacked.append(self._values(line))
         if len(self._unpacked) == BLOCK:
             self._pack()
@@ -65,14 +75,17 @@ class Lines(Generic[Line]):
     def __iter__(self) -> Iterator[Line]:
         """All lines by their keys; of equal ones the first appended comes first."""
         self._pack()
-        rows = chain.from_iterable(self._rows(*block) for block in self._blocks)
+        blocks = (self._rows(*block) for block in self._blocks)
+        rows = chain.from_iterable(chain([self._kept], blocks))
         return rows if self._is_ordered else iter(sorted(rows, key=self._key))
 
     def has(self, name: str) -> bool:
         """False where no line has that field; properties are not looked at."""
         self._pack()
-        at = self._names.index(name) if name in self._names else None
-        return at is None or any(columns[at] is not same(None) for _, columns in self._blocks)
+        if name not in self._names or any(getattr(line, name) is not None for line in self._kept):
+            return True
+        at = self._names.index(name)
+        return any(columns[at] is not same(None) for _, columns in self._blocks)
 
     def refer(self, name: str, others: Sequence[Iterable[Any]]) -> None:
         """Make the field a tuple of rows of other lines, or of None.
@@ -82,7 +95,10 @@ class Lines(Generic[Line]):
             others: for each place in the tuple, what belongs to each of these lines, by the key.
         """
         at = self._names.index(name)
-        for row, *found in zip(cast(Iterable[LineRow], self), *others, strict=False):
+        for row, *found in zip(self, *others, strict=False):
+            if not isinstance(row, LineRow):
+                setattr(row, name, tuple(found))
+                continue
             column = row.columns[at]
             if not isinstance(column, _References):
                 column = row.columns[at] = _References(len(others))
@@ -90,6 +106,11 @@ class Lines(Generic[Line]):
 
     def fill(self, names: Sequence[str], values_of: Callable[[Line], Mapping[str, Any]]) -> None:
         """Give lines in which these fields are None what ``values_of`` has for them."""
+        for line in self._kept:
+            lacking = [name for name in names if getattr(line, name) is None]
+            theirs = values_of(line) if lacking else {}
+            for name in lacking:
+                setattr(line, name, theirs.get(name))
         self._pack()
         for block in self._blocks:
             rows, (_, columns) = self._rows(*block), block
@@ -191,12 +212,12 @@ class _References:
     def __init__(self, count: int) -> None:
         self._each = [_Reference() for _ in range(count)]
 
-    def set(self, at: int, rows: Sequence[LineRow | None]) -> None:
+    def set(self, at: int, rows: Sequence[Any]) -> None:
         for reference, row in zip(self._each, rows, strict=True):
             if row is not None:
                 reference.set(at, row)
 
-    def __getitem__(self, at: int) -> tuple[LineRow | None, ...]:
+    def __getitem__(self, at: int) -> tuple[Any, ...]:
         return tuple([reference[at] for reference in self._each])
 
 
@@ -206,15 +227,19 @@ class _Reference:
     __slots__ = ("_blocks", "_places", "_row")
 
     def __init__(self) -> None:
-        self._blocks: list[list[Column]] = [[]]  # the first one stands for None
+        self._blocks: list[Any] = [None]  # columns, or a line that stayed an object
         self._places = array("i", bytes(4 * BLOCK))  # number of the block, place in it
 
-    def set(self, at: int, row: LineRow) -> None:
-        self._row = type(row)
-        if row.columns is not self._blocks[-1]:
-            self._blocks.append(row.columns)
-        self._places[at] = (len(self._blocks) - 1) * BLOCK + row.at
+    def set(self, at: int, row: Any) -> None:
+        block, place = row, 0
+        if isinstance(row, LineRow):
+            self._row = type(row)
+            block, place = row.columns, row.at
+        if block is not self._blocks[-1]:
+            self._blocks.append(block)
+        self._places[at] = (len(self._blocks) - 1) * BLOCK + place
 
-    def __getitem__(self, at: int) -> LineRow | None:
-        block, at = divmod(self._places[at], BLOCK)
-        return self._row(self._blocks[block], at) if block else None
+    def __getitem__(self, at: int) -> Any:
+        number, place = divmod(self._places[at], BLOCK)
+        block = self._blocks[number]
+        return self._row(block, place) if isinstance(block, list) else block

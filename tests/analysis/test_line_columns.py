@@ -37,8 +37,8 @@ def values(line: Told) -> list[object]:
     return [(type(value), value) for value in found]
 
 
-def lines_of(told: list[Told]) -> Lines[Told]:
-    lines = Lines(Told, lambda line: (line.seq,))
+def lines_of(told: list[Told], kept: int = 0) -> Lines[Told]:
+    lines = Lines(Told, lambda line: (line.seq,), kept)
     for line in told:
         lines.append(line)
     return lines
@@ -59,14 +59,15 @@ def test_rows_are_the_lines_in_their_order(told: list[Told]) -> None:
 @pytest.mark.parametrize("n", [1, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK])
 def test_blocks_change_nothing(n: int) -> None:
     told = [Told(k, k % 3 or None, "ready", {"a": k}) for k in range(n)]
-    assert [*map(values, lines_of(told))] == [*map(values, told)]
-    backwards = lines_of(told[::-1])
+    assert [*map(values, lines_of(told, kept=5))] == [*map(values, told)]
+    backwards = lines_of(told[::-1], kept=5)
     assert [*map(values, backwards)] == [*map(values, told)]
 
 
-def test_rows_are_given_what_they_lack() -> None:
+@pytest.mark.parametrize("kept", [0, 9, 2 * BLOCK])
+def test_rows_are_given_what_they_lack(kept: int) -> None:
     """Their own values stay, and so do those of lines that get none."""
-    lines = lines_of([Told(k, None if k % 2 else 7) for k in range(2 * BLOCK)])
+    lines = lines_of([Told(k, None if k % 2 else 7) for k in range(2 * BLOCK)], kept)
     assert lines.has("ns")
     assert not lines.has("text")
     lines.fill(["ns", "text"], lambda line: {"ns": line.seq} if line.seq < BLOCK else {})
@@ -76,9 +77,11 @@ def test_rows_are_given_what_they_lack() -> None:
     assert not lines.has("text")
 
 
-def test_rows_refer_to_rows_of_other_lines() -> None:
+@pytest.mark.parametrize(("kept", "theirs"), [(0, 0), (200, 0), (0, 700), (200, 450)])
+def test_rows_refer_to_rows_of_other_lines(kept: int, theirs: int) -> None:
     """Of several places each has its own, from whichever block, and None where it has none."""
-    lines, others = lines_of([*map(Told, range(300))]), [*lines_of([*map(Told, range(900))])]
+    lines = lines_of([*map(Told, range(300))], kept)
+    others = [*lines_of([*map(Told, range(900))], theirs)]
     first = [None if k % 2 else others[3 * k] for k in range(300)]
     second = [others[899 - k] for k in range(300)]
     lines.refer("others", [first, second])
