@@ -181,7 +181,7 @@ class StartedRun:
             TimeoutError: it does not end. Its processes were killed; its thread goes on.
         """
         limit_s = limit_ns(timeout_s) / NS_PER_S  # math.inf is no limit
-        self._read_events()
+        _ = self.directory  # which is found while the launcher runs
         if self._ranks.poll() is None:
             self._ranks.ask_to_stop()
         try:

@@ -29,6 +29,7 @@ from ppstream import ConfigError, PpstreamError, RobotClient, TensorSpec
 from ppstream.config import load
 from ppstream.config.schema import LogConfig
 from ppstream.core.errors import SpecError
+from ppstream.observe.run_folder import EventLog
 
 SMALL = Path(__file__).parents[1] / "support" / "small.toml"
 OBSERVATION = {"imu": [1.0, 2.0], "joints": [0.25, 0.5, 4.0]}
@@ -125,6 +126,18 @@ def test_a_stop_without_a_limit_waits_for_the_end_and_one_of_nan_asks_nothing(
             run.stop(math.nan)
         assert run.phase == "ready"
         assert run.stop(math.inf) == 0
+
+
+def test_a_run_is_asked_to_stop_whatever_its_log_takes_to_read(
+    settings: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind hours that is seconds, in which the robot would move on; the verdict is read later."""
+    with ppstream.start(SMALL, policy=only_here(), settings=settings) as run:
+        assert run.phase == "ready"
+        with monkeypatch.context() as patched:
+            patched.delattr(EventLog, "read")
+            assert run.stop() == 0
+        assert (run.phase, run.verdict) == ("stopped", None)
 
 
 def test_a_configuration_in_memory_logs_where_the_program_runs(
