@@ -139,15 +139,16 @@ def _exits(path: Path) -> Json:
 
 def _lines(path: Path, rank: int, generation: int, torn: list[str]) -> Iterator[LogLine]:
     """The file's lines, one at a time; ``torn`` collects those not written to their end."""
+    name = str(path)
     try:
         with path.open("rb") as file:
             for number, data in enumerate(file, start=1):
                 row = data.decode("utf-8", errors="replace")  # a tear may split a character
                 fields = _plain_object(row, data)
                 if fields is None or "schema" in fields:
-                    fields = _fields(row, f"{path}:{number}", torn)
+                    fields = _fields(row, f"{name}:{number}", torn)
                 if fields is not None:
-                    yield LogLine(rank, generation, f"{path}:{number}", fields)
+                    yield LogLine(rank, generation, f"{name}:{number}", fields)
     except OSError as error:
         raise LogError(f"{path}: cannot be read: {error.strerror}") from error
 
@@ -158,10 +159,12 @@ def _plain_object(row: str, data: bytes) -> Json | None:
     In a third of the time that ``_fields`` takes.
     """
     if data[:1] == b"{" and _LONG not in data.translate(_AS_ZEROS):
-        with suppress(ValueError, RecursionError):
+        try:
             found, end = _decode_short(row)
-            fields: Json = found
-            return fields if row[end:] in ("\n", "") else None
+        except (ValueError, RecursionError):
+            return None
+        fields: Json = found
+        return fields if row[end:] in ("\n", "") else None
     return None
 
 
