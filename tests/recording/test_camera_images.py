@@ -24,7 +24,7 @@ from ppstream.core.clock import now_ns
 from ppstream.core.errors import ConfigError
 from ppstream.ingest.rows import RowInput
 from ppstream.ingest.sources import RecordedSource
-from ppstream.recording.items import FrameItem
+from ppstream.recording.items import FrameItem, SamplesItem
 from ppstream.recording.load import load_recording
 from ppstream.recording.mcap_schema import (
     CompressedImage,
@@ -311,13 +311,20 @@ def test_a_recording_that_is_gone_when_a_frame_is_wanted_is_named(tmp_path: Path
 
 
 def test_a_recording_that_ends_in_a_frame_is_read_up_to_it(tmp_path: Path) -> None:
-    recorded = record(tmp_path, "raw", 480, 640)
-    whole = recorded.path.read_bytes()
-    recorded.path.write_bytes(whole[: len(whole) // 2])
-    track = recorded.track()
-    assert 0 < len(track.values) < 5
-    last = len(track.values) - 1
-    assert track.values[last : last + 1].tobytes() == recorded.frames[last].tobytes()
+    path, config = tmp_path / "run.mcap", with_camera(make_config(), 480, 640)
+    file = RecordFile(path, config, "run", "raw")
+    stamp, sizes = ORIGIN_NS.to_bytes(8, "little"), {"joints": 12, "imu": 16}
+    samples = [SamplesItem("arm", s, 0, 1, stamp, bytes(n), 0) for s, n in sizes.items()]
+    file.write(samples)
+    frames, ends = [picture(480, 640, number).tobytes() for number in range(5)], []
+    for number, pixels in enumerate(frames):
+        file.write([FrameItem("arm", "wrist", number, ORIGIN_NS + number, pixels, number)])
+        ends.append(path.stat().st_size)  # a frame is larger than what waits for the next one
+    file.close()
+    path.write_bytes(path.read_bytes()[: (ends[-2] + ends[-1]) // 2])
+    track = load_recording(path).select(config.streams).tracks["wrist"]
+    assert len(track.values) == 4
+    assert track.values[3:4].tobytes() == frames[3]
 
 
 @pytest.mark.parametrize(
