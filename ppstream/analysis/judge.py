@@ -424,10 +424,12 @@ def _service_reasons(run: RunLog, ready: list[Envelope], lease: LeaseNeed | None
     began = min((e.tA0 for e in ready if e.tA0 is not None), default=None)
     ended = max((e.tEmit for e in ready if e.tEmit is not None), default=None)
     lasted_ns = ended - began if began is not None and ended is not None else 0
+    late_ns = max((e.tDecode or 0) - (ended or 0) for e in ready)  # chunks that nobody executes
+    worked_ns = lasted_ns and lasted_ns + max(0, late_ns)
     worst = longest_held(run.robot_states)
     held_ns = 0 if worst is None else worst.held_ns or 0
-    if worst is not None and 0 < HELD_MAX * lasted_ns < held_ns:
-        share, newest = min(1.0, held_ns / lasted_ns), f", the newest: {worst.fault}"
+    if worst is not None and 0 < HELD_MAX * worked_ns < held_ns:
+        share, newest = min(1.0, held_ns / worked_ns), f", the newest: {worst.fault}"
         faults = counted(worst.faults or 0, "fault") + (newest if worst.fault else "")
         found["SERVICE_HELD"] = f"robot {worst.name} held {share:.0%} of the time, {faults}"
         if lease is not None and lease.is_short:

@@ -455,7 +455,7 @@ class RobotClient:
         feedback.collect()
         reports_due_ns = feedback.send_due_reports(link.send, now)
         if not self._session.executable:
-            feedback.await_ready()
+            feedback.await_ready(now)
         state_due_ns = self._send_state(link, now)
         self._send_gathered(link, now)
         ask_due_ns = self._rehearsal.turn(now)

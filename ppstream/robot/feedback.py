@@ -144,12 +144,13 @@ class Feedback:
 
     def arrived(self, now_ns: int) -> None:
         """The link's thread: a new chunk was merged, by the clock of this host."""
-        if self._chunk_ns is not None:
-            self._gap_ns = max(self._gap_ns, now_ns - self._chunk_ns)
+        self.await_ready(now_ns)
         self._chunk_ns = now_ns
 
-    def await_ready(self) -> None:
-        """The link's thread: no chunk is due, since the run is not ready."""
+    def await_ready(self, now_ns: int) -> None:
+        """The link's thread: no chunk is due from now on, since the run is not ready."""
+        if self._chunk_ns is not None:
+            self._gap_ns = max(self._gap_ns, now_ns - self._chunk_ns)
         self._chunk_ns = None
 
     def hurry(self) -> None:

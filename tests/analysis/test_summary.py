@@ -366,6 +366,15 @@ def test_service_that_was_not_like_bring_up_says_so_in_the_sentence() -> None:
     )
 
 
+def test_chunks_that_came_too_late_are_part_of_the_time_in_which_a_robot_held() -> None:
+    golden = served(simulate(), period_ms=40)
+    half = slice(len(golden.lines) - 165, None)  # of service
+    golden.put(0, half, drop="expired").lose("tEmit", at=half)
+    golden.tell({"kind": "robot_state", "session": 7, "t": 5, "holds": 1, "held_ns": ms(6600)})
+    (said,) = (text for text in judged(golden).statements if "robot of session 7" in text)
+    assert "held 50% of the time" in said
+
+
 def test_a_lease_that_is_too_short_is_told_with_what_it_must_cover() -> None:
     short = simulate().set("config.actions", {"lease_ms": 28.0})
     assert judged(short).sentence == (
