@@ -33,8 +33,8 @@ def test_an_old_python_is_told_at_once_which_one_it_needs(command):
 @pytest.mark.parametrize(
     ("environment", "last"),
     [
-        ({}, "ppstream: exit 11 CONFIG 1 problem(s), listed above"),
-        ({"RANK": "2", "LOCAL_RANK": "0"}, "ppstream: rank 2: exit 11 CONFIG 1 problem(s), listed"),
+        ({}, "ppstream: exit 11 CONFIG 1 problem, listed above"),
+        ({"RANK": "2", "LOCAL_RANK": "0"}, "ppstream: rank 2: exit 11 CONFIG 1 problem, listed"),
         ({"RANK": "2", "LOCAL_RANK": "1"}, ""),
     ],
 )

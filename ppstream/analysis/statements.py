@@ -196,15 +196,16 @@ def _reasons(f: Diagnosis) -> Iterator[str]:
 
 def _safety_texts(f: Diagnosis) -> dict[str, str]:
     counts, topology = f.evidence.safety, f.evidence.run.topology
+    actions = {name: counted(n, "action") for name, n in counts.items()}
     return {
         "QUEUE_BOUND": f"a queue ran {counts.get('QUEUE_BOUND', 0)} over its bound "
         f"(D_in {topology.d_in}, D_out {topology.d_out}); credits are broken, do not run this",
-        "STALE_EMIT": f"{counts.get('STALE_EMIT', 0)} actions of an ended epoch were emitted "
-        "after the cut; do not run this on a robot",
-        "ORDER": f"{counts.get('ORDER', 0)} actions were emitted out of order or twice; "
-        "do not run this on a robot",
-        "EXPIRED_EMIT": f"{counts.get('EXPIRED_EMIT', 0)} actions were past their lease when "
-        "emitted; lower the latency or lengthen actions.lease_ms",
+        "STALE_EMIT": f"rank 0 emitted {actions.get('STALE_EMIT')} of an ended epoch after the "
+        "cut; do not run this on a robot",
+        "ORDER": f"rank 0 emitted {actions.get('ORDER')} out of order or twice; do not run this "
+        "on a robot",
+        "EXPIRED_EMIT": f"rank 0 emitted {actions.get('EXPIRED_EMIT')} whose lease was over; lower "
+        "the latency or lengthen actions.lease_ms",
     }
 
 

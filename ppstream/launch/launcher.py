@@ -220,7 +220,7 @@ class RankLauncher:
             pid = ranks_started_by(os.getpid()).get(len(asked))
             process = HeldProcess.of(pid) if pid is not None else None
             if process is not None:
-                process.signal(signal.SIGTERM)  # SIGINT raises where a rank still imports
+                process.signal(self._stop_signal(len(asked)))
                 asked.append(process)
                 if len(asked) == 1:
                     since_s = look * LEAD_S
@@ -231,6 +231,11 @@ class RankLauncher:
                 return
         self._cut_short = self._cut_short or f"no end within {limit_s:g} s of the stop; "
         self._end_ranks(-1)
+
+    def _stop_signal(self, rank: int) -> int:
+        """Returns the run's own, which rank 0 names; others raise where a rank still imports."""
+        is_awake = rank == 0 and self._own_run() is not None
+        return self._asked if is_awake and self._asked is not None else signal.SIGTERM
 
     def _tell(self, limit_s: float) -> None:
         """Say what a stop waits for, and how to end it; the ranks may say nothing for as long."""

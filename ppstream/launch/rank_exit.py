@@ -12,7 +12,6 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Final, Protocol
 
 from ppstream.control.peer_process import HeldProcess, command, descendants, everybody, of_rank
@@ -20,6 +19,7 @@ from ppstream.control.watchdog import where
 from ppstream.core.clock import NS_PER_S, now_ns
 from ppstream.core.errors import OTHER_LEFT, ExitCode, PeerLeftError, StoppedEarlyError
 from ppstream.core.user_code import how_it_ends
+from ppstream.launch.guard import on_stop
 from ppstream.links import nccl_dump
 from ppstream.observe.run_folder import Run
 
@@ -414,13 +414,8 @@ def ignore_cut_signal() -> None:
 
 
 def on_signals(act: Callable[[str], None]) -> None:
-    """Call ``act`` with the signal's name on SIGTERM and SIGINT; main thread only."""
-
-    def handle(number: int, _frame: FrameType | None) -> None:
-        act(signal.Signals(number).name)
-
-    signal.signal(signal.SIGTERM, handle)
-    signal.signal(signal.SIGINT, handle)
+    """Call ``act`` with the signal's name on ``STOP_SIGNALS``; main thread only."""
+    on_stop(lambda number, _frame: act(signal.Signals(number).name))
 
 
 def ignore_signals() -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 from ppstream.config.gateway_rules import missing_libraries
 from ppstream.config.rules import rank_problems
-from ppstream.core.errors import ConfigError, ExitCode
+from ppstream.core.errors import ConfigError, ExitCode, counted
 from ppstream.launch.placement import place
 from ppstream.launch.rank_exit import RankEnd
 from ppstream.observe.run_folder import check_root
@@ -40,7 +40,7 @@ def refuse(error: ConfigError, rank: int = 0) -> int:
     """Say every problem of a configuration, which this rank has found; returns the exit code."""
     print(error, file=sys.stderr, flush=True)
     RankEnd(rank).print_last_line(
-        ExitCode.CONFIG, f"{len(error.problems)} problem(s), listed above"
+        ExitCode.CONFIG, f"{counted(len(error.problems), 'problem')}, listed above"
     )
     return int(ExitCode.CONFIG)
 

@@ -453,8 +453,8 @@ TABLE: dict[str, Case] = {
             .put(at=slice(301, None), drop="stale")), "PASS"),
     "ended epoch, no event": (lambda: (run(n=330).put(at=slice(60, None), epoch=1)
             .put(at=slice(59, 60), tEmit=run().lines[70]["tEmit"] + 1)),
-        "FAIL STALE_EMIT BAD_INSTRUMENT | stamps", {"says": "1 actions of an ended epoch"}),
-    "emitted twice": (twice, "FAIL ORDER"),
+        "FAIL STALE_EMIT BAD_INSTRUMENT | stamps", {"says": "emitted 1 action of an ended epoch"}),
+    "emitted twice": (twice, "FAIL ORDER", {"says": "emitted 1 action out of order or twice"}),
     "emits swapped": (swapped, "FAIL ORDER BAD_INSTRUMENT | order"),
     "older than its lease": (lambda: leased("ready"), "FAIL EXPIRED_EMIT",
         {"with": {"phase": "ready"}}),

@@ -149,7 +149,7 @@ def test_ctrl_c_drains_with_0(tmp_path: Path) -> None:
             os.killpg(run.process.pid, signal.SIGINT)
             time.sleep(0.02)
         assert run.wait(15) == 0, run.text()
-        assert run.last_line().startswith("ppstream: exit 0 DRAINED SIG")
+        assert run.last_line().startswith("ppstream: exit 0 DRAINED SIGINT")
         assert {end["code"] for end in run.log.exits().values()} == {0}
 
 
@@ -323,7 +323,7 @@ def test_a_mistake_in_the_configuration_starts_nothing(tmp_path: Path) -> None:
         assert run.wait() == 11
         assert run.text().count("pipeline.d_in") == 1
         assert "window.steps" in run.text()
-        assert run.last_line() == "ppstream: exit 11 CONFIG 2 problem(s), listed above"
+        assert run.last_line() == "ppstream: exit 11 CONFIG 2 problems, listed above"
     assert not (tmp_path / "latest").exists()
 
 
@@ -334,7 +334,7 @@ def test_all_that_ranks_would_refuse_on_this_host_is_told_at_once(tmp_path: Path
         assert "metrics.port: got 65533, want 65532 at most with 4 ranks" in run.text()
         assert "world size: got 4 ranks, want 2 (pipelined)" in run.text()
         assert "log.root: cannot write to /proc/none: No such file" in run.text()
-        assert run.last_line() == "ppstream: exit 11 CONFIG 3 problem(s), listed above"
+        assert run.last_line() == "ppstream: exit 11 CONFIG 3 problems, listed above"
 
 
 def test_a_lone_rank_whose_interpreter_is_held_is_ended_with_its_stacks(tmp_path: Path) -> None:
