@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,7 +28,7 @@ from ppstream.wire.robot_messages import ActionChunk
 REFUSED_PAUSE_S: Final = 0.001  # between two attempts while nobody can take samples
 REFUSED_LIMIT_S: Final = 10.0  # longer than a restart of the server takes
 DIFFERS: Final = 1  # exit code
-LAST_CHUNKS_S: Final = 0.3  # what is in flight behind the last sample may still come back
+LAST_CHUNK_S: Final = 0.3  # for that of the last window, if none was dropped
 
 
 class ReplayClock:
@@ -85,10 +86,13 @@ def replay(arguments: argparse.Namespace, config: PipelineConfig) -> str:
     """Replay the whole file; returns what to tell about it."""
     recording = load_recording(arguments.file, config.streams, config.record.robot)
     recording = recording.select(config.streams)
-    clock = ReplayClock(recording.first_ns, arguments.speed)
+    clock, is_over = ReplayClock(recording.first_ns, arguments.speed), threading.Event()
+    last_ns = max(recording.tracks[config.reference.name].stamps_ns)
 
     def take(chunk: ActionChunk) -> None:
         client.executed(chunk, clock())
+        if chunk.window_end_ns >= last_ns:
+            is_over.set()
 
     client = RobotClient(
         arguments.endpoint or _endpoint(config),
@@ -109,7 +113,7 @@ def replay(arguments: argparse.Namespace, config: PipelineConfig) -> str:
         batch_ns = round(arguments.batch_ms * NS_PER_MS)
         play(client, recording, clock, batch_ns, insist=arguments.speed is None)
         took_s = (now_ns() - began_ns) / NS_PER_S
-        time.sleep(LAST_CHUNKS_S)
+        is_over.wait(LAST_CHUNK_S)  # no longer: a robot that stays is without a new chunk
     return _summary(client, recording, took_s)
 
 

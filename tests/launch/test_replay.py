@@ -20,11 +20,11 @@ from ppstream.config.schema import PipelineConfig, RecordConfig, ServiceConfig
 from ppstream.core.clock import now_ns
 from ppstream.core.errors import ExitCode
 from ppstream.core.waiter import Waiter
-from ppstream.launch import commands
+from ppstream.launch import commands, replay
 from ppstream.launch.replay import ReplayClock
 from ppstream.recording.mcap_writer import open_recorder
 from ppstream.sessions.server import Sessions
-from ppstream.wire.robot_messages import ActionChunk
+from ppstream.wire.robot_messages import ActionChunk, RobotState
 
 TOOL = Path(__file__).parents[2] / "tools" / "replay.py"
 DATA = os.environ.get("PPSTREAM_TEST_DATA")
@@ -189,6 +189,18 @@ def test_action_chunks_come_back_and_are_aged_in_the_recording_s_clock(
     taken = int(chunks.split(" received, ")[1].split(" ")[0])
     assert taken >= 10
     assert 0 < float(chunks.split("p50 ")[1].split(",")[0]) < 100
+
+
+def test_what_it_waits_for_at_its_end_is_no_time_without_a_new_chunk(
+    settings: PipelineConfig, recorded: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replay, "LAST_CHUNK_S", 10.0)
+    (recorded.parent / "run.toml").write_text(as_toml(settings))
+    with serving(settings) as server:
+        code = replay.main([str(recorded), "--config", str(recorded.parent / "run.toml")])
+    assert code == 0
+    states = [one for one in server.sessions.reports if isinstance(one, RobotState)]
+    assert 0 < states[-1].chunk_gap_ns < 5_000 * MS
 
 
 def test_it_holds_until_the_run_is_ready(settings: PipelineConfig, recorded: Path) -> None:
