@@ -66,6 +66,10 @@ RANK0_ONLY: Final = frozenset(
 NVIDIA_VERSION: Final = "/proc/driver/nvidia/version"
 FIRST_RANK: Final = 1  # of the policy
 LINES_MAX: Final = 20  # differences that are told
+SAME_WEIGHTS: Final = (
+    "the policy has other weights on each rank, where all need the same: load them from one file, "
+    "or draw them from one seed"
+)
 NO_WEIGHTS: Final[Mapping[str, str]] = {}
 PIECE_BYTES: Final = 1 << 20
 TELL_NS: Final = NS_PER_S // 5
@@ -341,7 +345,7 @@ def agree_on_parts(
 
     Raises:
         ConfigError: the policy does not fit the configuration, with every reason.
-        HandshakeError: ranks of a mesh have other weights.
+        HandshakeError: ranks of a mesh, or replicas, have other weights.
         PeerLeftError: the policy could not be built.
         WatchdogError: it was not built within ``liveness.start_s``.
     """
@@ -349,8 +353,8 @@ def agree_on_parts(
     for rank, other in enumerate(built[1:], 2):
         if other.parts != built[0].parts:
             raise ConfigError([f"policy.target: rank {rank} built other parts than rank 1"])
-        if config.placement.mesh > 1:
-            refuse(difference(_named(built[0]), _named(other), FIRST_RANK, rank))
+        if lines := difference(_named(built[0]), _named(other), FIRST_RANK, rank):
+            refuse([SAME_WEIGHTS, *lines])
     places = places_of(config, built[0].parts, window)
     ahead = min(found.ahead for found in built)
     for peer in peers:
@@ -444,7 +448,7 @@ class _Built(msgspec.Struct, frozen=True):
 
     parts: tuple[PartSpecs, ...]
     ahead: int = 0
-    weights: dict[str, str] = msgspec.field(default_factory=dict)  # of a mesh: fingerprints
+    weights: dict[str, str] = msgspec.field(default_factory=dict)  # fingerprints, of equal ranks
 
 
 def offer_parts(

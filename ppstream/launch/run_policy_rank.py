@@ -150,7 +150,7 @@ def _build_place(
 ) -> tuple[tuple[PartSpecs, ...], Place, Policy, dict[str, str]]:
     """All parts' specs, this rank's place, what runs there, loaded, and its weights' fingerprint.
 
-    Weights are fingerprinted on ranks of a mesh alone.
+    Weights are fingerprinted on ranks of a mesh and on replicas alone.
 
     Raises:
         PeerLeftError: rank 0 refuses the policy, with every reason.
@@ -167,7 +167,8 @@ def _build_place(
         raise
     mine = place.of(parts)
     load(mine, config.policy.target)
-    weights = {} if mesh is None else weights_fingerprint(mine)
+    is_one_of_many = config.placement.mesh * config.placement.replicas > 1
+    weights = weights_fingerprint(mine, whole=mesh is None) if is_one_of_many else {}
     policy = device_ranks.policy_at(place, parts, config, device, run_id)
     return specs, place, policy, weights
 

@@ -79,6 +79,17 @@ def test_a_policy_with_a_memory_is_refused_with_replicas(tmp_path):
     assert "set stateless = True" in reason
 
 
+def test_replicas_whose_weights_differ_are_refused_before_ready(tmp_path):
+    fault = 'policy.options.fault="weights"'  # of rank 2
+    settings = OF_TWO_RANKS[0], OF_TWO_RANKS[1], fault, "placement.replicas=2"
+    with Ranks(tmp_path, *settings, world_size=3) as run:
+        assert run.wait(60) == [10] * 3, run.output()
+        reason = run.exits()["0"]["reason"]
+        assert "weights.meshed.shift: rank 1 has '[1] float32 " in reason
+        assert "load them from one file, or draw them from one seed" in reason
+        assert [line for line in run.lines(0) if line.get("name") == "phase"] == []
+
+
 # ---- losses --------------------------------------------------------------------------------------
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -39,6 +40,17 @@ def test_a_text_has_shape_and_dtype_of_any_kind() -> None:
     texts = weights_fingerprint([drawn(1, torch.bfloat16)])
     assert texts["head.weight"].startswith("[2, 3] bfloat16 ")
     assert texts["head.weight"] != weights_fingerprint([drawn(1)])["head.weight"]
+
+
+def test_modules_of_a_part_without_state_are_its_weights_where_it_is_whole() -> None:
+    part: Any = SimpleNamespace(name="arm", eye=nn.Linear(3, 2), scale=2.0, scratch=torch.empty(4))
+    assert weights_fingerprint([part]) == {}
+    assert weights_fingerprint([part], whole=True).keys() == {"arm.eye.weight", "arm.eye.bias"}
+
+
+def test_of_a_tensor_without_plain_bytes_the_layout_counts() -> None:
+    part: Any = Part("head", nn.Linear(3, 2, device="meta"))
+    assert weights_fingerprint([part])["head.weight"] == "[2, 3] float32"
 
 
 def test_a_part_that_shows_no_weights_has_none() -> None:
