@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import codecs
 import io
+import json
 import sys
 import time
 from collections import deque
@@ -25,7 +26,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from ppstream.analysis.log_reader import log_files
+from ppstream.analysis.log_reader import MANIFEST, log_files
 from ppstream.core.clock import NS_PER_S, now_ns
 from ppstream.core.errors import ConfigError, LogError
 from ppstream.core.phases import SERVING
@@ -91,6 +92,8 @@ class RankMetrics:
 def endpoints(folder: Path) -> dict[int, Endpoint]:
     """Endpoints of the ranks' metrics here, by rank, as the newest generation logged them.
 
+    None of a run that starts: it times parts, say, or waits for a rank that loads a policy.
+
     Raises:
         ConfigError: no rank has logged one, or the logs cannot be read.
     """
@@ -106,11 +109,22 @@ def endpoints(folder: Path) -> dict[int, Endpoint]:
             if event["name"] == "metrics":
                 found = generation, Endpoint(int(event["port"]), str(event["run_id"]))
                 newest[rank] = max(newest.get(rank, found), found)
-    if not newest:
+    if not newest and not _will_serve(folder):
         raise ConfigError(
             [f"{folder}: no rank serves metrics; start the run with --set metrics.port=0"]
         )
     return {rank: endpoint for rank, (_, endpoint) in sorted(newest.items())}
+
+
+def _will_serve(folder: Path) -> bool:
+    """True of a run that has not ended and whose ranks are to serve metrics."""
+    try:
+        manifest = json.loads((folder / MANIFEST).read_bytes())
+        return bool(
+            manifest["config"]["metrics"]["port"] is not None and not manifest["finished_utc"]
+        )
+    except (OSError, ValueError, LookupError, TypeError):
+        return False
 
 
 def read(endpoint: Endpoint) -> RankMetrics:
@@ -185,6 +199,8 @@ def picture(
     before: dict[int, RankMetrics], now: dict[int, RankMetrics], events: Sequence[str]
 ) -> Group:
     """One frame, from two readings of the ranks here, the second a moment after the first."""
+    if not now:
+        return Group(Text("the run starts; no rank serves metrics yet", style="bold"))
     rank = min(now)
     first = now[rank]
     verdict = first.label("ppstream_bringup_verdict", "verdict")
@@ -289,26 +305,42 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.reconfigure(errors=ASCII_NAME)
     console = Console(highlight=False)
     try:
-        folder = args.logs.resolve()
-        ranks = endpoints(folder)
-        events = Events(folder)
-        before = {rank: read(endpoint) for rank, endpoint in ranks.items()}
+        pictures = _pictures(args.logs.resolve())
         if args.once or not console.is_terminal or console.is_dumb_terminal:
-            time.sleep(PERIOD_S)
-            now = {rank: read(endpoint) for rank, endpoint in ranks.items()}
-            console.print(picture(before, now, events.read()), soft_wrap=True)
-            return 0 if now[min(now)].values else 1
+            answers, shown = next(pictures)
+            console.print(shown, soft_wrap=True)
+            return 0 if answers else 1
         with Live(console=console, screen=True, auto_refresh=False) as live:
-            while True:
-                time.sleep(PERIOD_S)
-                now = {rank: read(endpoint) for rank, endpoint in ranks.items()}
-                live.update(picture(before, now, events.read()), refresh=True)
-                before = now
+            for _, shown in pictures:
+                live.update(shown, refresh=True)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return int(error.exit_code)
     except KeyboardInterrupt:
-        return 0
+        pass
+    return 0
+
+
+def _pictures(folder: Path) -> Iterator[tuple[bool, Group]]:
+    """Yields a frame for each period, and True where the first rank answered.
+
+    Ranks that begin to serve later, or are started anew, are asked from then on.
+
+    Raises:
+        ConfigError: as ``endpoints`` and ``Events``.
+    """
+    ranks: dict[int, Endpoint] = {}
+    before: dict[int, RankMetrics] = {}
+    events: Events | None = None
+    while True:
+        if (found := endpoints(folder)) != ranks:
+            ranks, events = found, Events(folder)
+            before = {rank: read(endpoint) for rank, endpoint in ranks.items()}
+        time.sleep(PERIOD_S)
+        now = {rank: read(endpoint) for rank, endpoint in ranks.items()}
+        answers = bool(now) and bool(now[min(now)].values)
+        yield answers, picture(before, now, events.read() if events else [])
+        before = now
 
 
 def _in_ascii(error: UnicodeError) -> tuple[str, int]:

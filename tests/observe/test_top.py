@@ -6,6 +6,7 @@ import json
 import os
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from io import BytesIO, StringIO, TextIOWrapper
@@ -267,6 +268,37 @@ def test_a_folder_that_is_not_there_is_said(
 ) -> None:
     assert commands.main(["top", "--once", str(tmp_path / "latest")]) == 11
     assert f"{tmp_path}/latest: no run here; start one" in capsys.readouterr().err
+
+
+def test_a_run_that_starts_is_told_so_and_its_ranks_are_asked_once_they_serve(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rank 0 serves later, rank 1 later still, and rank 0 anew at another port."""
+    manifest = {"config": {"metrics": {"port": 0}}, "finished_utc": None}
+    (tmp_path / "run.json").write_text(json.dumps(manifest))
+    assert commands.main(["top", "--once", str(tmp_path)]) == 1
+    assert capsys.readouterr().out == "the run starts; no rank serves metrics yet\n"
+    monkeypatch.setattr(top, "PERIOD_S", 0.01)
+    monkeypatch.setenv("TERM", "xterm")
+    ours, theirs = os.openpty()
+    with os.fdopen(theirs, "w") as out, serving(METRICS) as port, ThreadPoolExecutor() as threads:
+        monkeypatch.setattr("sys.stdout", out)
+        ended = threads.submit(commands.main, ["top", str(tmp_path)])
+        wait_for_text(ours, "no rank serves metrics yet")
+        for rank in (0, 1):
+            log = event("metrics", port=port) + "\n"
+            (tmp_path / f"rank{rank}.gen0.jsonl").write_text(log)
+            wait_for_text(ours, f"rank {rank}")
+        for path in tmp_path.iterdir():
+            path.unlink()
+        assert ended.result(60) == 11
+    os.close(ours)
+
+
+def wait_for_text(terminal: int, text: str) -> None:
+    shown = b""
+    while text.encode() not in shown:
+        shown += os.read(terminal, 65536)
 
 
 def test_a_run_without_metrics_is_told_how(
