@@ -103,14 +103,23 @@ def allow(allowed_file: Path, name: str, key: bytes) -> None:
     """Add a robot to the allow-list, which begins to exist with it.
 
     Raises:
-        ConfigError: the name or the key is in the list, or is not one.
+        ConfigError: the name or the key is in the list, or is not one, or the list is full or
+            cannot be written.
     """
     _check_name(name)
-    allowed = _allow_list(allowed_file) if allowed_file.exists() else {}
+    text = _text(allowed_file) if allowed_file.exists() else ""
+    allowed = dict(_allow_lines(allowed_file)) if text else {}
     if name in allowed.values() or key in allowed:
-        raise ConfigError([f"{allowed_file}: {name!r} or its key stands there already"])
-    with allowed_file.open("a") as file:
-        file.write(f"{name} {key.decode()}\n")
+        what = f"{name!r} or its key stands there already; for another key delete that line first"
+        raise ConfigError([f"{allowed_file}: {what}"])
+    if len(allowed) == ROBOTS_MAX:
+        raise ConfigError([f"{allowed_file}: has {ROBOTS_MAX} robots, and can have no more"])
+    begin = "\n" if text and not text.endswith("\n") else ""  # as some editors leave it
+    try:
+        with allowed_file.open("a") as file:
+            file.write(f"{begin}{name} {key.decode()}\n")
+    except OSError as error:
+        raise ConfigError([f"{allowed_file}: cannot be written: {error.strerror}"]) from error
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -169,6 +169,27 @@ def test_a_robot_is_allowed_once(folder: Path) -> None:
             allow(folder / "allowed", name, taken)
 
 
+@pytest.mark.parametrize("text", ["", "# nobody", "arm {}", "# one\narm {}\n"])
+def test_a_robot_gets_a_line_of_its_own_in_a_list_as_editors_leave_it(
+    folder: Path, text: str
+) -> None:
+    arm, other = public_in(folder / "arm.public"), make_pair("other", folder)
+    (folder / "allowed").write_text(text.format(arm.decode()))
+    allow(folder / "allowed", "other", other)
+    server = server_keys(folder / "server.secret", folder / "allowed")
+    assert server is not None
+    assert server.allowed == ({arm: "arm"} if "arm" in text else {}) | {other: "other"}
+
+
+def test_a_list_that_is_full_or_cannot_be_written_is_named(folder: Path) -> None:
+    lines = [f"r{number} {number:08d}{'0' * 32}\n" for number in range(ROBOTS_MAX)]
+    (folder / "allowed").write_text("".join(lines))
+    key = make_pair("other", folder)
+    for path, problem in (("allowed", "4096 robots"), ("gone/allowed", "cannot be written: No s")):
+        with pytest.raises(ConfigError, match=f"{path}: .*{problem}"):
+            allow(folder / path, "other", key)
+
+
 def test_the_tool_makes_what_both_ends_need(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
