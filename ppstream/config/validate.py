@@ -53,6 +53,8 @@ def kind_of(annotation: Any) -> FieldType:
 def normalise(value: Any, annotation: Any, folder: Path) -> Any:
     """A copy of ``value``: ``"none"`` becomes None where allowed, paths absolute under ``folder``.
 
+    For a list it is one without items.
+
     Values of the wrong kind are returned as they are, for ``find_problems`` to report.
     """
     kind = kind_of(annotation)
@@ -65,6 +67,8 @@ def normalise(value: Any, annotation: Any, folder: Path) -> Any:
         return {k: normalise(v, get_args(kind.base)[1], folder) for k, v in value.items()}
     if isinstance(value, str) and any((m.extra or {}).get("one") for m in kind.bounds):
         value = [value]
+    if get_origin(kind.base) is tuple and value == NONE:
+        return []
     if get_origin(kind.base) is tuple and isinstance(value, list | tuple):
         return [normalise(item, get_args(kind.base)[0], folder) for item in value]
     if value and isinstance(value, str) and _is_path(kind):

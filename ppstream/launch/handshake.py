@@ -44,7 +44,7 @@ from ppstream.launch.course import Course
 from ppstream.links.protocol import Neighbours
 from ppstream.links.slots import BACK, Position
 from ppstream.observe.run_folder import Run, boot_id
-from ppstream.policy.compatibility import places_of
+from ppstream.policy.compatibility import other_parts, places_of
 from ppstream.policy.parts import PartSpecs, Place, blind_reads
 from ppstream.wire.fields import WIRE_MAJOR, WIRE_MINOR
 from ppstream.wire.rank_messages import (
@@ -352,7 +352,7 @@ def agree_on_parts(
     built = [_built(config, peer) for peer in peers]
     for rank, other in enumerate(built[1:], 2):
         if other.parts != built[0].parts:
-            raise ConfigError([f"policy.target: rank {rank} built other parts than rank 1"])
+            raise ConfigError([other_parts(built[0].parts, other.parts, rank)])
         if lines := difference(_named(built[0]), _named(other), FIRST_RANK, rank):
             refuse([SAME_WEIGHTS, *lines])
     places = places_of(config, built[0].parts, window)

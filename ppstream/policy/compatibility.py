@@ -62,7 +62,9 @@ def build_parts(
 
     made = call_target(path, target, how, call, found=maker)
     is_cut = isinstance(made, list | tuple)
-    parts = tuple(made) if is_cut and made else (made,)
+    if is_cut and not made:
+        raise ConfigError([f"{path}: {target} returned no part, want a policy, or its parts"])
+    parts = tuple(made) if is_cut else (made,)
     try:
         found = [
             _made(path, target, part, "a part of a policy" if is_cut else "a policy", lacks)
@@ -135,6 +137,16 @@ def check_parts(
         raise ConfigError(found)
 
 
+def other_parts(first: Sequence[PartSpecs], other: Sequence[PartSpecs], rank: int) -> str:
+    """Words for a policy of which ``rank`` built other parts than rank 1."""
+    names, others = (", ".join(part.name for part in parts) for parts in (first, other))
+    found = f"({others}) than rank 1 ({names})"
+    if names == others:
+        unlike = (part.name for part, its in zip(first, other, strict=True) if part != its)
+        found = f"than rank 1: {', '.join(unlike)} with other tensors"
+    return f"policy.target: rank {rank} built other parts {found}; every rank needs the same ones"
+
+
 def _too_few_parts(got: str, names: Sequence[str], ranks: int) -> str:
     return (
         f"placement.parts: got {got} for {counted(len(names), 'part')} ({', '.join(names)}) on "
@@ -152,11 +164,12 @@ def _cut_problems(where: Sequence[int], ranks: int, names: Sequence[str]) -> Ite
         yield f"{path}: got {got}, want one for each of {len(names)} parts ({listed})"
     elif list(where) != sorted(where):
         yield f"{path}: got {list(where)}, want places that never decrease: {listed} run in order"
-    elif missing := sorted(set(range(1, ranks + 1)).symmetric_difference(set(where) - {0})):
+    elif wrong := sorted(set(range(1, ranks + 1)).symmetric_difference(set(where) - {0})):
         want = f"1 to {ranks}" if ranks > 1 else "1"
+        found = [f"{k} has none" if k <= ranks else f"there is no place {k}" for k in wrong]
         yield (
             f"{path}: got {list(where)}, want a part at each place from {want}, one for each of "
-            f"placement.policy, and at place 0 those of rank 0; wrong: {missing}"
+            f"placement.policy, and at place 0 those of rank 0: {', '.join(found)}"
         )
 
 

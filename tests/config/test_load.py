@@ -87,6 +87,7 @@ def test_command_line_beats_file_beats_default(file: Path) -> None:
         ("pipeline.pacing=saturated", lambda c: c.pipeline.pacing, "saturated"),
         ('pipeline.pacing="free"', lambda c: c.pipeline.pacing, "free"),
         ("service.endpoint=none", lambda c: c.service.endpoint, None),
+        ("placement.parts=none", lambda c: c.placement.parts, ()),
         ("service.duration_s=2", lambda c: c.service.duration_s, 2.0),
         ("link.trusted_network=true", lambda c: c.link.trusted_network, True),
         ("policy.options.deep.er=[1, 2]", lambda c: c.policy.options["deep"]["er"], [1, 2]),

@@ -18,7 +18,7 @@ from ppstream.core.specs import TensorSpec
 from ppstream.ingest.window import input_specs
 from ppstream.launch.device_ranks import policy_at, stage_b_on_host_slots
 from ppstream.links.slots import SlotLayout, new_slots
-from ppstream.policy.compatibility import build_parts, places_of
+from ppstream.policy.compatibility import build_parts, other_parts, places_of
 from ppstream.policy.compiled import compile_counts, compiled
 from ppstream.policy.parts import (
     Joined,
@@ -76,9 +76,9 @@ def placed(parts: list[PartSpecs], where: tuple[int, ...], ranks: int = 2) -> li
         ((), 2, "got none, want one for each of 3 parts (first, middle, last)"),
         ((0, 1), 1, "got 2 places, want one for each of 3 parts"),
         ((0, 2, 1), 2, "want places that never decrease"),
-        ((0, 1, 1), 2, "wrong: [2]"),
-        ((1, 2, 3), 2, "wrong: [3]"),
-        ((0, 0, 0), 1, "wrong: [1]"),
+        ((0, 1, 1), 2, "at place 0 those of rank 0: 2 has none"),
+        ((1, 2, 3), 2, "at place 0 those of rank 0: there is no place 3"),
+        ((0, 0, 0), 1, "at place 0 those of rank 0: 1 has none"),
         ((), 4, "got none for 3 parts (first, middle, last) on 4 policy ranks, want a part for"),
         ((1, 2, 3), 4, "on 4 policy ranks, want a part for each: cut the policy into more parts"),
     ],
@@ -87,6 +87,20 @@ def test_places_that_cannot_be_are_one_error_with_the_remedy(where, ranks, text)
     (problem,) = placed(list(specs_of(build_parts(CONFIG, CPU))), where, ranks)
     assert problem.startswith("placement.parts: got")
     assert text in problem
+
+
+def test_a_policy_without_a_part_is_one_error() -> None:
+    with pytest.raises(ConfigError, match=r"returned no part, want a policy, or its parts"):
+        build_parts(CONFIG, CPU, lambda _options, _device: [])
+
+
+def test_parts_that_ranks_built_differently_are_named() -> None:
+    first = specs_of(build_parts(CONFIG, CPU))
+    text = other_parts(first, first[:2], 3)
+    assert "rank 3 built other parts (first, middle) than rank 1 (first, middle, last);" in text
+    wider = msgspec.structs.replace(first[1], outputs=(TensorSpec("sum", (9,)),))
+    text = other_parts(first, (first[0], wider, first[2]), 2)
+    assert "rank 2 built other parts than rank 1: middle with other tensors;" in text
 
 
 def test_all_that_is_wrong_with_parts_is_said_at_once() -> None:
