@@ -148,7 +148,7 @@ def _first_step(report: RunReport) -> str:
     return {
         "output-limited": "for more, let that take the newest chunk alone",
         "stage0-limited": "for more, shorten A and C or move work of theirs into the policy",
-        "stage1-limited": "for more, make the policy faster or cut it over more ranks",
+        "stage1-limited": f"for more, make {_faster_policy(report)}",
         "window-limited": "for more, see in the report what A waits for",
         "overhead-limited": "for more, give it CPUs of its own",
         "serialized": "for more, see in the report what each stage waits for",
@@ -274,6 +274,18 @@ def _policy_rank(report: RunReport) -> str:
     place = name.removeprefix("place ")
     name = {"replicas": "each replica"}.get(name, f"the {name}")
     return topology.title(int(place)) if place.isdecimal() else name
+
+
+def _faster_policy(report: RunReport) -> str:
+    """What would help where policy ranks set the pace: no cut shortens one part."""
+    name, topology = limiting(report), report.window.topology
+    if name == "replicas":
+        return "the policy faster or add a replica"
+    place = name.removeprefix("place ")
+    parts = topology.parts_of(int(place)) if place.isdecimal() else ()
+    if len(parts) == 1:
+        return f"{parts[0]} faster or split it into parts"
+    return "the policy faster or cut it over more ranks"
 
 
 def figures(report: RunReport) -> tuple[Figure, ...]:

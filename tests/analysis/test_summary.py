@@ -57,7 +57,13 @@ def machine(**fields: Any) -> dict[str, Any]:
         (lambda: simulate(form=PipelineForm(d_in=1)), "; for 50% more, set pipeline.d_in to 2."),
         (
             lambda: simulate(chain(8, 10, 6), PipelineForm("split", d_in=4)),
-            "and place 2 (part_2 on cpu) sets that pace",
+            "and place 2 (part_2 on cpu) sets that pace (busy 100% of the time); for more, make "
+            "part_2 faster or split it into parts.",
+        ),
+        (
+            lambda: simulate(stages(a=4, b=18), PipelineForm(d_in=3, replicas=2)),
+            "each replica sets that pace (busy 96% of the time); for more, make the policy faster "
+            "or add a replica.",
         ),
         (
             serialized,
