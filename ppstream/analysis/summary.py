@@ -277,7 +277,7 @@ def _policy_rank(report: RunReport) -> str:
 
 
 def _faster_policy(report: RunReport) -> str:
-    """What would help where policy ranks set the pace: no cut shortens one part."""
+    """Returns what would help where policy ranks set the pace: no cut shortens one part."""
     name, topology = limiting(report), report.window.topology
     if name == "replicas":
         return "the policy faster or add a replica"
