@@ -106,7 +106,8 @@ def test_backbones_and_transformer_in_a_row_are_the_whole_policy() -> None:
     for frame in range(2):
         with torch.inference_mode():
             seen = patches(window["front.frames"][:, frame])
-        assert torch.allclose(made["features"][:, 6 * frame : 6 * frame + 6], seen)
+        features = made["features"][:, 6 * frame : 6 * frame + 6]
+        assert torch.allclose(features, seen, atol=1e-5)  # of another batch size: another order
     assert backbones.flops == 2 * 2 * 6 * 3 * 16 * 16 * 64
     assert backbones.parameters == 64 * (3 * 16 * 16 + 1)
 
