@@ -87,9 +87,10 @@ def unpermitted_ns(run: RunLog, window: JudgedSpan, slack_ns: int) -> int:
         return 0
     broken_ns = 0
     for segment in window.segments:
-        sent_ns = {e.seq: left_ns(e.stage1) for e in segment.envelopes if e.stage1 is not None}
         for e in segment.envelopes:
-            given_ns = sent_ns.get(e.seq - topology.d_in)
+            giver = segment.at(e.seq - topology.d_in)
+            line = None if giver is None else giver.stage1
+            given_ns = None if line is None else left_ns(line)
             began_ns = e.tA0 if topology.credit == "before_window" else e.tSend
             if given_ns is not None and began_ns is not None:
                 broken_ns += max(0, given_ns - slack_ns - began_ns)
@@ -112,9 +113,9 @@ def slot_excess_ns(window: JudgedSpan) -> int:
     topology, broken_ns = window.topology, 0
     for segment in window.segments if topology.is_chain else ():
         for place in topology.ranks:
-            lines = {e.seq: e.places[place - 1] for e in segment.envelopes}
-            for seq, line in lines.items():
-                before = lines.get(seq - topology.d_in)
+            for e in segment.envelopes:
+                giver, line = segment.at(e.seq - topology.d_in), e.places[place - 1]
+                before = None if giver is None else giver.places[place - 1]
                 came = None if line is None else arrived_ns(line)
                 freed = None if before is None else left_ns(before)
                 if came is not None and freed is not None:
