@@ -270,19 +270,24 @@ def limiting(report: RunReport) -> str:
 
 def _policy_rank(report: RunReport) -> str:
     """The slowest one: in a chain with its parts and its device."""
-    name, topology = limiting(report), report.window.topology
-    place = name.removeprefix("place ")
-    name = {"replicas": "each replica"}.get(name, f"the {name}")
-    return topology.title(int(place)) if place.isdecimal() else name
+    if (place := _slowest_place(report)) is not None:
+        return report.window.topology.title(place)
+    name = limiting(report)
+    return {"replicas": "each replica"}.get(name, f"the {name}")
+
+
+def _slowest_place(report: RunReport) -> int | None:
+    """In a chain, where a policy rank sets the pace."""
+    place = limiting(report).removeprefix("place ")
+    return int(place) if place.isdecimal() else None
 
 
 def _faster_policy(report: RunReport) -> str:
     """Returns what would help where policy ranks set the pace: no cut shortens one part."""
-    name, topology = limiting(report), report.window.topology
-    if name == "replicas":
+    if limiting(report) == "replicas":
         return "the policy faster or add a replica"
-    place = name.removeprefix("place ")
-    parts = topology.parts_of(int(place)) if place.isdecimal() else ()
+    place = _slowest_place(report)
+    parts = () if place is None else report.window.topology.parts_of(place)
     if len(parts) == 1:
         return f"{parts[0]} faster or split it into parts"
     return "the policy faster or cut it over more ranks"
