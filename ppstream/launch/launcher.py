@@ -165,14 +165,17 @@ class RankLauncher:
 
         Of several ranks another one hears the silence. One that was stopped gets time to look.
         """
-        run = self._own_run()
-        pid = ranks_started_by(os.getpid()).get(0) if run is not None else None
-        process = HeldProcess.of(pid) if pid is not None else None
-        if run is None or process is None:
+        run, was_held, self._is_held = self._own_run(), self._is_held, False
+        if run is None:
             return
         stacks, liveness = run.stacks_path(0, 0), self._config.liveness
-        was_held = self._is_held
-        self._is_held = overdue_ns(stacks, now_ns()) > 0 and process.state() not in ("T", "t")
+        if overdue_ns(stacks, now_ns()) <= 0:
+            return
+        pid = ranks_started_by(os.getpid()).get(0)
+        process = HeldProcess.of(pid) if pid is not None else None
+        if process is None:
+            return
+        self._is_held = process.state() not in ("T", "t")
         if self._is_held and was_held:
             process.signal(signal.SIGQUIT)  # its stacks
             process.wait_gone(STACKS_S)
