@@ -18,6 +18,17 @@ SHORTEST_NS: Final = 4 * NS_PER_MS  # between two
 LONGEST_NS: Final = NS_PER_S
 
 
+def usual(before_ns: int, seen_ns: int) -> int:
+    """Returns a mean that forgets, of durations of which one that took long hardly counts.
+
+    Args:
+        before_ns: the mean so far; 0: none was seen.
+        seen_ns: the newest.
+    """
+    late_ns = seen_ns - before_ns
+    return before_ns + (min(late_ns, before_ns >> 3) >> 3) if before_ns else seen_ns
+
+
 class Rhythm:
     """Follows the instants of events; of one thread.
 

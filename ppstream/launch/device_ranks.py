@@ -324,7 +324,7 @@ def open_inline(
     envelope = replace(on_host, tensors=slot.tensors)
     use_device = partial(torch.cuda.set_device, device)  # a robot's first frame locks its memory
     executor = InlineExecutor(stage_b, envelope=envelope, result=result, begin_thread=use_device)
-    staged.meanwhile = executor.account
+    staged.wait = executor.await_device
     return parts._replace(stage_a=QueuedWindows(config, slot, device, stream)), executor
 
 

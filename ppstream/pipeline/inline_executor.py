@@ -3,8 +3,9 @@
 It is the oracle that pipelined output must equal, the baseline of every speed-up that is claimed,
 and the way to run on one device. The twin differs from the pipeline by its executor alone.
 
-While a long stage B runs, another thread takes in what robots send: else the newest samples would
-wait for it, or find no room at their sender. The rows and all that the loop keeps are that thread's
+While a long stage B runs, samples are taken in: else the newest ones would wait for it, or find no
+room at their sender. Where the policy has only queued its work on a GPU, the loop's own thread does
+it; where it holds that thread, another one. The rows and all that the loop keeps are that thread's
 then, and the policy's is the envelope alone: nothing belongs to both.
 """
 
@@ -19,6 +20,7 @@ from ppstream.core.clock import NS_PER_MS, now_ns
 from ppstream.links.headers import FAILURES
 from ppstream.observe import nvtx_ranges
 from ppstream.pipeline.host_executor import OnHost
+from ppstream.pipeline.keep_warm import EARLY_NS, LATE_NS
 from ppstream.pipeline.rank0 import WAIT_MAX_NS
 from ppstream.policy.compiled import compiled_parts
 from ppstream.policy.unwritten import failure
@@ -31,15 +33,19 @@ if TYPE_CHECKING:
     from ppstream.pipeline.loop import Rank0Loop
     from ppstream.pipeline.policy_rank_peer import PolicyRankPeer
     from ppstream.pipeline.stage_b import StageB
+    from ppstream.policy.host_staged import Busy
 
-LONG_B_NS: Final = 20 * NS_PER_MS  # of a usual one: the other thread costs less than 1 % of it
+LONG_B_NS: Final = 20 * NS_PER_MS  # that it usually holds the thread: the other costs 0.5 ms
+QUEUED_B_NS: Final = 2 * NS_PER_MS  # of a usual one on a GPU: a quicker one is waited for at once
+LOOK_NS: Final = 250_000  # so often it is asked whether a GPU is done sooner than usual,
+SOON_NS: Final = 20_000  # and so often when it should be
 LOOK_MIN_NS: Final = NS_PER_MS  # between two looks at a source that is due by the clock
 
 
 class InlineExecutor(OnHost):
     """A whole pipeline on this rank; ``envelope`` and ``result`` are its only slots.
 
-    ``begin_thread`` is called first by the thread that takes in what robots send.
+    ``begin_thread`` is called first by the thread that takes in while the policy holds the loop's.
     """
 
     def __init__(
@@ -62,6 +68,10 @@ class InlineExecutor(OnHost):
         self._previous_tb1 = 0
         self._begin_thread = begin_thread
         self._is_b_over = True
+        self._computed: Flight | None = None  # by the policy, now
+        self._let_go_ns = 0  # when the policy of that one had queued its work
+        self._usual_held_ns = 0  # that a policy holds the thread
+        self._input_failure: BaseException | None = None
         self._told: list[tuple[int, str, Callable[[int, str], None]]] | None = None
         self._mark_input = ProgressMark("the input thread")
 
@@ -93,15 +103,21 @@ class InlineExecutor(OnHost):
         self._cost_a.end()
         self._unaccounted = flight
         record, ledger = flight.record, self._loop.credits
-        # of the first call nothing is known: it may compile for minutes
-        is_long = not self._loop.usual_b_ns or self._loop.usual_b_ns > LONG_B_NS
-        if is_long:
+        is_held = self._is_thread_held()
+        if is_held:
             self.account()  # rows may get other owners while it runs
         flight.sent_ns = record.tSend = now_ns()
         ledger.commit(flight.sent_ns)
-        with self._input_taken_in() if is_long else nullcontext():
+        self._computed, self._let_go_ns, self._told = flight, 0, []
+        with self._input_taken_in() if is_held else nullcontext():
             error = self._run_policy(flight)
             tb1 = record.tRecv = now_ns()
+        self._computed = None
+        if self._input_failure is not None:
+            raise self._input_failure
+        self._tell()
+        held_ns, usual_ns = (self._let_go_ns or tb1) - flight.sent_ns, self._usual_held_ns
+        self._usual_held_ns += (held_ns - usual_ns) >> 3 if usual_ns else held_ns
         self._failed = 0 if error is None else self._report(flight, error)
         self.account()
         tb0 = record.tSend = max(record.tSend, record.tA1 or 0)  # a GPU's A ends while B is queued
@@ -136,13 +152,67 @@ class InlineExecutor(OnHost):
         self._loop.report_policy_fault(flight, error)
         return failure(error)
 
+    def _is_thread_held(self) -> bool:
+        """True when the policy is to hold the thread for long, or nothing is known of it: a first
+        call may compile for minutes.
+        """
+        usual_b_ns = self._loop.usual_b_ns
+        held_ns = self._usual_held_ns or usual_b_ns
+        return not usual_b_ns or (usual_b_ns > LONG_B_NS and held_ns > LONG_B_NS)
+
+    def await_device(self, device: Busy) -> None:
+        """Return when a GPU has done what the policy has queued; account for stage A meanwhile.
+
+        Where that usually takes long, and no other thread does, samples are taken in, too.
+        """
+        self.account()
+        self._let_go_ns = now_ns()
+        flight, usual_b_ns = self._computed, self._loop.usual_b_ns
+        if flight is not None and self._is_b_over and usual_b_ns >= QUEUED_B_NS:
+            began_ns = max(flight.sent_ns, flight.record.tA1 or 0)
+            self._take_in_beside(device, began_ns, began_ns + usual_b_ns)
+        device.synchronize()
+
+    def _take_in_beside(self, device: Busy, began_ns: int, due_ns: int) -> None:
+        """Until the device is done, as a rule when it is due: then this thread is awake and warm.
+
+        What goes wrong here is no fault of the policy, in whose call this is: ``begin`` raises it.
+        """
+        while self._input_failure is None and not device.query():
+            self._look_or_fail(began_ns, due_ns)
+
+    def _look_or_fail(self, began_ns: int, due_ns: int) -> None:
+        try:
+            self._look(began_ns, due_ns)
+        except BaseException as error:  # noqa: BLE001 - raised where the policy's call is over
+            self._input_failure = error
+
+    def _look(self, began_ns: int, due_ns: int) -> None:
+        loop, waiter, warm = self._loop, self._waiter, self._keep_warm
+        now, ready_ns = now_ns(), warm.ready_ns(began_ns, due_ns, loop.phase)
+        is_soon = due_ns - EARLY_NS <= now < due_ns + LATE_NS
+        if is_soon:
+            came = waiter.wait_awake(SOON_NS, SOON_NS)
+        else:
+            rest_ns = (ready_ns or due_ns - EARLY_NS) - now
+            came = waiter.wait(min(LOOK_NS, rest_ns) if rest_ns > 0 else LOOK_NS)
+        if came or waiter.woken or not is_soon:
+            loop.take_in()
+        if ready_ns is not None and now_ns() >= ready_ns:
+            warm.run()
+
+    def _tell(self) -> None:
+        """Have the policy take in the texts that came while it was computing."""
+        found, self._told = self._told or (), None
+        for told in found:
+            self.instruct(*told)
+        if found:
+            self._waiter.wake()  # robots wait for what became of them
+
     @contextmanager
     def _input_taken_in(self) -> Iterator[None]:
-        """Inside another thread takes in what comes; texts for the policy wait until it is over.
-
-        Raises what that thread has raised.
-        """
-        self._is_b_over, self._told = False, []
+        """Inside another thread takes in what comes. Raises what that thread has raised."""
+        self._is_b_over = False
         taking = self._pool.submit(self._take_in)
         try:
             yield
@@ -150,11 +220,6 @@ class InlineExecutor(OnHost):
             self._is_b_over = True
             self._waiter.wake()
             taking.result()
-            found, self._told = self._told, None
-        for told in found:
-            self.instruct(*told)
-        if found:
-            self._waiter.wake()  # robots wait for what became of them
 
     def _take_in(self) -> None:
         loop, mark = self._loop, self._mark_input

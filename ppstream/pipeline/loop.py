@@ -23,8 +23,9 @@ without the policy, and looks for the envelope. Of a short stage B rank 0 awaits
 way, of a longer one about when it is due. Each of these waits awake takes 0.4 ms or less, and
 nothing is accounted for by a rehearsal.
 Where envelopes come at even distances (``core/rhythm.py``), both ranks (``keep_warm.py``) and the
-robot's client (``robot/rehearsal.py``) rehearse a millisecond or less before the next is expected;
-on a host with CPUs to spare the ranks stay awake from there on.
+robot's client (``robot/rehearsal.py``) rehearse a millisecond or less before the next is expected,
+and rank 0 and the client before a result that takes long; on a host with CPUs to spare they stay
+awake from there on.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ not the copies.
 from __future__ import annotations
 
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import torch
 
@@ -26,6 +26,16 @@ if TYPE_CHECKING:
 _cuda: Final[Any] = torch.cuda  # torch does not annotate its methods
 
 
+class Busy(Protocol):
+    """What a device has to do, as a ``torch.cuda.Stream`` tells of it."""
+
+    def query(self) -> bool:
+        """True when it is done."""
+
+    def synchronize(self) -> None:
+        """Return when it is done."""
+
+
 class StagedPolicy:
     """Runs like ``policy``, which lives on ``device``, on tensors that live in host memory.
 
@@ -36,7 +46,7 @@ class StagedPolicy:
         reads_host: False: the inputs of a call are on the device, as its stream comes to them.
 
     Attributes:
-        meanwhile: called in each call while the device works.
+        wait: called in each call, once the device has all its work; returns when that is done.
     """
 
     takes_rows = True
@@ -45,7 +55,7 @@ class StagedPolicy:
     def __init__(
         self, policy: Policy, device: torch.device, rows: int, *, reads_host: bool = True
     ) -> None:
-        self.meanwhile: Callable[[], None] = _nothing
+        self.wait: Callable[[Busy], None] = _synchronize
         self.inputs, self.outputs = policy.inputs, policy.outputs
         self.compiled_parts = compiled_parts(policy)
         self._policy, self._call = policy, rows_call(policy)
@@ -66,14 +76,13 @@ class StagedPolicy:
             first = None if name in ALWAYS else rows
             tensor[:first].copy_(window[name][:first], non_blocking=True)
         self._call(self._window or window, self._out, rows)
-        self.meanwhile()  # copies to memory that is not locked wait for the device
         for name, tensor in self._out.items():
             out[name].copy_(tensor, non_blocking=True)
-        _cuda.current_stream(self._device).synchronize()
+        self.wait(_cuda.current_stream(self._device))
 
 
-def _nothing() -> None:
-    pass
+def _synchronize(device: Busy) -> None:
+    device.synchronize()
 
 
 def zeros(specs: Sequence[TensorSpec], rows: int, device: torch.device) -> Mapping[str, Tensor]:

@@ -147,6 +147,7 @@ class RobotClient:
                     self._endpoint, self._session, *callbacks, keys=self._keys, clock=self.clock
                 )
                 self._link.directory = self._directory
+                self._link.answers.get_ready = self._rehearsal.run
                 self._link.start()
         wait_open(self._link, timeout_s, say)
 

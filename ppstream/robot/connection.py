@@ -18,6 +18,7 @@ from ppstream.core.clock import NS_PER_MS, NS_PER_S, Clock, UnitCheck, now_ns
 from ppstream.core.errors import ConfigError, PeerLostError, PpstreamError, ReceiverEndedError
 from ppstream.core.phases import ENDING
 from ppstream.core.waiter import Waiter
+from ppstream.robot.rehearsal import AnswerWait
 from ppstream.robot.session import RETRY_NS, RobotSession
 from ppstream.wire.endpoints import unix_path
 from ppstream.wire.fields import DECODE_ERRORS, encoder
@@ -97,7 +98,8 @@ class RobotLink:
         self.directory: FleetDirectory | None = None  # of a fleet: names another server
         self._trying_ns: int | None = None  # since when a session is asked for at this endpoint
         self._gate = select.epoll()  # shut while a guest reads: what comes wakes nobody else
-        self._arrivals = select.poll()  # the guest's
+        self._arrivals = Waiter()  # the guest's
+        self.answers = AnswerWait()
         self._waiter = Waiter()
         self._waiter.register(self._gate.fileno())
         self.wake = self._waiter.wake
@@ -284,6 +286,7 @@ class RobotLink:
         self._leave()
         self._socket.close()
         self._waiter.close()
+        self._arrivals.close()
         self._gate.close()
 
     def _run(self) -> None:
@@ -306,7 +309,7 @@ class RobotLink:
         made = connect_client(endpoint, keys)
         made.wake = self.wake
         self._gate.register(made.fd, select.EPOLLIN)
-        self._arrivals.register(made.fd, select.POLLIN)
+        self._arrivals.register(made.fd)
         self._is_gated = unix_path(endpoint) is not None  # ZeroMQ tells not all by its descriptor
         return made
 
@@ -373,12 +376,14 @@ class RobotLink:
     def _work_beside(self, is_over: Callable[[], bool], until_ns: int) -> None:
         """Read while the link's thread sleeps; what is due leaves here, or when it wakes."""
         self._gate.modify(self._socket.fd, 0)
+        self.answers.begin(now_ns())
         try:
             while (left_ns := until_ns - now_ns()) > 0:
                 if (rest_ns := self.guest_turn()) is None:
                     break
-                self._arrivals.poll(-(-min(left_ns, rest_ns) // NS_PER_MS))
+                self.answers.wait(self._arrivals, min(left_ns, rest_ns))
                 if self.guest_read(is_over):
+                    self.answers.end(now_ns())
                     break
         finally:
             if not self.is_closing:  # else a callback may have closed it

@@ -30,7 +30,7 @@ ALONE_PER_S = 100  # of one rank at the least: it takes some 3 ms for all stages
 CAMERAS = ("left", "right", "wrist")
 SERVED_S = 4.0
 #: Of an action at the robot, usually: some periods, and two hops.
-AGE_MAX_MS = {"three_cameras": 50.0, "vla_2": 120.0}
+AGE_MAX_MS = {"three_cameras": 50.0, "vla_1": 120.0, "vla_2": 120.0}
 READY_LIMIT_S = 150
 VISITS, VISIT_S = 8, 0.5
 FRAME_AGE_MAX_MS = 45.0  # of the newest frame at the window's end: one period of 33 ms, and its way
@@ -49,6 +49,11 @@ def test_three_cameras_of_a_real_robot_arrive_whole_at_30_hz(tmp_path: Path, shi
 def test_one_rank_cuts_their_windows_on_its_gpu(tmp_path: Path) -> None:
     said = serve_cameras(tmp_path, "three_cameras", ALONE, world_size=1, per_s=ALONE_PER_S)
     assert "windows are cut on cuda:0, where the policy reads them" in said
+
+
+def test_frames_are_taken_in_while_one_rank_waits_for_its_gpu(tmp_path: Path) -> None:
+    """The policy takes most of a frame's period: one that waited for it would be too old."""
+    serve_cameras(tmp_path, "vla_1", (), world_size=1, per_s=20)
 
 
 def test_robots_that_come_and_go_hold_nobody_up_and_leave_no_locked_memory(tmp_path: Path) -> None:

@@ -29,8 +29,27 @@ WAITING_MAX = 400  # more samples than a socket keeps of a robot that nobody rea
 LONG_NS = 200 * NS_PER_MS  # of a first call: usual ones count as long from then on
 
 
+QUEUED_NS = 10 * NS_PER_MS  # of a usual call that is waited for as a GPU is
+
+
+class Device:
+    """A GPU that is done when ``is_done`` is set."""
+
+    def __init__(self, is_done: threading.Event) -> None:
+        self.query = is_done.is_set
+        self._is_done = is_done
+
+    def synchronize(self) -> None:
+        assert self._is_done.wait(LIMIT_S)
+
+
 class HeldPolicy(NewestValues):
-    """Call k lasts from ``begun[k]`` to ``may_end[k]``; ``told`` says during which calls."""
+    """Call k lasts from ``begun[k]`` to ``may_end[k]``; ``told`` says during which calls.
+
+    ``rank0`` is told of a call that has queued its work on a device; None: it holds the thread.
+    """
+
+    rank0: Any = None
 
     def __init__(self) -> None:
         super().__init__(self._hold)
@@ -44,16 +63,19 @@ class HeldPolicy(NewestValues):
 
     def _hold(self, call: int) -> None:
         if call < CALLS:
-            self.is_in_call = True
+            self.is_in_call, device = True, Device(self.may_end[call])
             self.begun[call].set()
-            assert self.may_end[call].wait(LIMIT_S)
+            if self.rank0 is None:
+                device.synchronize()
+            else:
+                self.rank0.executor.await_device(device)
             self.is_in_call = False
 
 
 class OneRank:
     """A service of one rank, on a thread of its own."""
 
-    def __init__(self, folder: Path, *settings: str) -> None:
+    def __init__(self, folder: Path, *settings: str, queues: bool = False) -> None:
         folder.chmod(0o700)
         self.endpoint = f"unix://{folder}/robots"
         lasting = "actions.dt_ms=20000"  # steps of a chunk that comes late are still to come
@@ -61,6 +83,7 @@ class OneRank:
         self._config = small_config(lasting, *settings, service=service)
         self._folder = folder
         self.policy = HeldPolicy()
+        self._queues = queues
         self.pipeline: PipelineInProcess
         self.failure: BaseException | None = None
         self.is_up = threading.Event()
@@ -73,6 +96,8 @@ class OneRank:
                 Service(self._config, Run(self._folder), made.rank0) as service,
             ):
                 self.pipeline = made
+                if self._queues:
+                    self.policy.rank0, made.rank0.usual_b_ns = made.rank0, QUEUED_NS
                 self.is_up.set()
                 service.run()
         except BaseException as error:  # noqa: BLE001 - looked at where the test ends
@@ -96,9 +121,9 @@ class OneRank:
                 assert asking.contract is not None
 
 
-@pytest.fixture
+@pytest.fixture(params=[False, True], ids=["holds the thread", "has queued its work"])
 def one_rank(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[OneRank]:
-    run = OneRank(tmp_path, *getattr(request, "param", ()))
+    run = OneRank(tmp_path, "policy.instructions=true", queues=request.param)
     run.thread.start()
     assert run.is_up.wait(LIMIT_S)
     yield run
@@ -130,6 +155,8 @@ def test_samples_are_taken_while_the_policy_takes_long(one_rank: OneRank) -> Non
             one_rank.hear()
             wait_until(lambda until_ns=until_ns: now_ns() > until_ns)
             assert rank0.mark.turns == turns, "the watchdog has to see that the policy stands"
+            others = [each.name for each in threading.enumerate() if "input" in each.name]
+            assert len(others) == (policy.rank0 is None), "it waits for what it has queued itself"
             policy.may_end[call].set()
         policy.may_end[2].set()
         wait_until(lambda: len(chunks) > 2)
@@ -158,7 +185,6 @@ def test_a_robot_that_gets_its_row_meanwhile_gets_no_chunk_of_the_one_before(
     assert [line["drop"] for line in lines] == ["session_reset"]
 
 
-@pytest.mark.parametrize("one_rank", [("policy.instructions=true",)], indirect=True)
 def test_a_text_waits_until_the_policy_is_done(one_rank: OneRank) -> None:
     policy = one_rank.policy
     with one_rank.robot("arm") as (arm, _):
@@ -180,6 +206,23 @@ def test_robots_are_told_of_the_end_while_the_policy_takes_long(one_rank: OneRan
         one_rank.pipeline.rank0.request_stop("SIGTERM")
         wait_until(lambda: arm.phase == "draining")
         assert not arm.ready
+
+
+@pytest.mark.parametrize("one_rank", [True], indirect=True, ids=["has queued its work"])
+def test_the_thread_that_waits_for_a_device_takes_in_and_gets_ready(one_rank: OneRank) -> None:
+    """Before the result is due, what it takes is gone through."""
+    ready: list[bool] = []
+    rank0, policy = one_rank.pipeline.rank0, one_rank.policy
+    rehearse = rank0.stage_c.rehearse
+    rank0.stage_c.rehearse = lambda: (ready.append(policy.is_in_call), rehearse())
+    with one_rank.robot("arm") as (arm, _):
+        push(arm)
+        assert policy.begun[0].wait(LIMIT_S)
+        newest_ns = push(arm)
+        one_rank.hear()
+        assert rank0.intake.rows[0].reference.newest_ns == newest_ns
+        wait_until(lambda: True in ready)
+        assert policy.is_in_call
 
 
 def test_rank_0_knows_how_long_it_read_nothing(tmp_path: Path) -> None:
@@ -220,18 +263,27 @@ class Breaking:
         return now_ns() - NS_PER_S  # overdue: it is asked again soon, and not without a pause
 
 
-def test_what_fails_as_samples_are_taken_in_ends_the_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize("queues", [False, True])
+def test_what_fails_as_samples_are_taken_in_ends_the_run(tmp_path: Path, *, queues: bool) -> None:
     source = Breaking()
+    rank0: Any = None
 
     def fail(call: int) -> None:
         source.is_broken.set()
-        assert source.has_broken.wait(LIMIT_S)
+        device = Device(source.has_broken)
+        if queues:
+            rank0.executor.await_device(device)
+        else:
+            device.synchronize()
 
     with PipelineInProcess(small_config(), NewestValues(fail), tmp_path, inline=True) as pipeline:
+        rank0 = pipeline.rank0
+        if queues:
+            rank0.usual_b_ns = QUEUED_NS
         row = pipeline.intake.rows[0]
         row.open(1)
         row.reference.append(np.array([1]), np.zeros((1, 3), np.float32), 1)
         pipeline.enter(source, Saturated(pipeline.intake.rows))
         with pytest.raises(RuntimeError, match="no samples"):
-            pipeline.rank0.run(1)
-        pipeline.rank0.log.flush()
+            rank0.run(1)
+        rank0.log.flush()

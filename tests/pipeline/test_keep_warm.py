@@ -65,6 +65,7 @@ class Coming:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_ns, self.late_ns = 10**12, 0
         self.awake: list[tuple[int, int]] = []  # spans of waits that did not sleep
+        self.dry_runs: list[int] = []
         monkeypatch.setattr("ppstream.pipeline.keep_warm.now_ns", lambda: self.now_ns)
 
     def wait(self, limit_ns: int) -> list[int]:
@@ -227,6 +228,7 @@ def with_one_on_its_way(coming: Coming, took_ms: float, dry_run_ms: float = 0) -
     """Results take ``took_ms``; one envelope has just left, and a dry run took ``dry_run_ms``."""
 
     def get_ready() -> None:
+        coming.dry_runs.append(coming.now_ns)
         coming.now_ns += 1 + round(dry_run_ms * NS_PER_MS)
 
     waiter: Any = coming
@@ -239,22 +241,51 @@ def with_one_on_its_way(coming: Coming, took_ms: float, dry_run_ms: float = 0) -
     warm.wait(waiter, 3 * NS_PER_MS, "ready")
     in_step(warm, coming.now_ns + 50 * NS_PER_MS, 60 * NS_PER_MS)
     warm.sent_ns = coming.now_ns
+    coming.dry_runs.clear()
     return warm
 
 
-@pytest.mark.parametrize("took_ms", [0.1, 5])
-def test_a_result_is_awaited_awake_about_when_it_is_due(
-    monkeypatch: pytest.MonkeyPatch, took_ms: float
+@pytest.mark.parametrize(("took_ms", "dry_runs"), [(0.1, 0), (5, 1)])
+def test_a_result_is_awaited_awake_and_warm_about_when_it_is_due(
+    monkeypatch: pytest.MonkeyPatch, took_ms: float, dry_runs: int
 ) -> None:
     coming = Coming(monkeypatch)
     waiter: Any = coming
     warm, began_ns = with_one_on_its_way(coming, took_ms), coming.now_ns
     assert not warm.wait(waiter, 20 * NS_PER_MS, "ready")
     due_ns = began_ns + round(took_ms * NS_PER_MS)
-    assert coming.awake == [(max(began_ns, due_ns - EARLY_NS), due_ns + LATE_NS)]
+    awake_ns = max(began_ns, due_ns - EARLY_NS)
+    assert coming.awake == [pytest.approx((awake_ns, due_ns + LATE_NS), abs=9, rel=0)]
+    assert coming.dry_runs == pytest.approx([awake_ns] * dry_runs, abs=9, rel=0)
     assert coming.now_ns == began_ns + 20 * NS_PER_MS
     assert not warm.wait(waiter, 2 * NS_PER_MS, "ready")
     assert len(coming.awake) == 1  # so late it may take any time
+
+
+@pytest.mark.parametrize("next_ms", [5.3, 5.7, 9])
+def test_the_cpu_stays_awake_for_who_asks_again_at_the_answer(
+    monkeypatch: pytest.MonkeyPatch, next_ms: float
+) -> None:
+    monkeypatch.setattr("ppstream.pipeline.keep_warm.has_spare_cpus", lambda: True)
+    coming = Coming(monkeypatch)
+    waiter: Any = coming
+    warm, began_ns = with_one_on_its_way(coming, 5), coming.now_ns
+    expected_ns = began_ns + round(next_ms * NS_PER_MS)
+    in_step(warm, expected_ns, 60 * NS_PER_MS)
+    coming.late_ns = 5 * NS_PER_MS
+    while not warm.wait(waiter, 20 * NS_PER_MS, "ready"):
+        pass
+    warm.answered(coming.now_ns)
+    answered_ns, coming.late_ns = coming.now_ns, 10**12
+    coming.awake.clear()
+    assert not warm.wait(waiter, 20 * NS_PER_MS, "ready")
+    begin_ns, end_ns = coming.awake[0]
+    assert end_ns == pytest.approx(expected_ns + LATE_NS, abs=9, rel=0)
+    is_at_once = next_ms < 9
+    assert begin_ns == pytest.approx(
+        answered_ns if is_at_once else expected_ns - AHEAD_NS, abs=9, rel=0
+    )
+    assert len(coming.dry_runs) == (1 if is_at_once else 2)
 
 
 @pytest.mark.parametrize("case", ["none", "in bring-up", "dry runs take long", "not yet"])

@@ -10,7 +10,7 @@ from robot_rig import make_chunk
 
 from ppstream.core.clock import NS_PER_MS
 from ppstream.robot.outbox import Outbox
-from ppstream.robot.rehearsal import AHEAD_NS, AskRehearsal
+from ppstream.robot.rehearsal import AHEAD_NS, EARLY_NS, LATE_NS, AnswerWait, AskRehearsal
 from ppstream.robot.session import RobotSession
 from ppstream.robot.timeline import ActionTimeline
 from ppstream.wire.robot_messages import ActionChunk
@@ -112,3 +112,59 @@ def test_a_second_thread_may_take_a_turn_between_any_two_lines_of_the_first() ->
         finally:
             sys.settrace(before)
         assert lines >= min(line, 2)
+
+
+class Arrivals:
+    """A waiter on whose clock an answer comes at ``at_ns``; ``awake`` are spans without sleep."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_ns = self.at_ns = BEGIN
+        self.awake: list[tuple[int, int]] = []
+        monkeypatch.setattr("ppstream.robot.rehearsal.now_ns", lambda: self.now_ns)
+
+    def wait(self, limit_ns: int) -> list[int]:
+        is_there = self.at_ns <= self.now_ns + limit_ns
+        self.now_ns = max(self.now_ns, min(self.at_ns, self.now_ns + limit_ns))
+        return [7] if is_there else []
+
+    def wait_awake(self, limit_ns: int, look_ns: int) -> list[int]:
+        began_ns, found = self.now_ns, self.wait(limit_ns)
+        self.awake.append((began_ns, self.now_ns))
+        return found
+
+
+@pytest.mark.parametrize("has_cpus", [False, True])
+@pytest.mark.parametrize("took_ms", [1, 5])
+def test_before_a_long_answer_its_thread_gets_ready_and_stays_awake_where_it_may(
+    monkeypatch: pytest.MonkeyPatch, took_ms: int, *, has_cpus: bool
+) -> None:
+    monkeypatch.setattr("ppstream.robot.rehearsal.has_spare_cpus", lambda: has_cpus)
+    arrivals, answers = Arrivals(monkeypatch), AnswerWait()
+    waiter: Any = arrivals
+    ready: list[int] = []
+    answers.get_ready = lambda: ready.append(arrivals.now_ns)
+
+    def ask(took_ns: int) -> int:
+        begin_ns = arrivals.now_ns
+        arrivals.at_ns = begin_ns + took_ns
+        answers.begin(begin_ns)
+        while arrivals.now_ns < arrivals.at_ns:
+            answers.wait(waiter, 10 * NS_PER_MS)  # the link's thread looks in between
+        answers.end(arrivals.now_ns)
+        return begin_ns
+
+    usual_ns = took_ms * NS_PER_MS
+    ask(usual_ns)
+    assert not ready, "of the first one nothing is known"
+    due_ns = ask(usual_ns) + usual_ns
+    assert ready == ([due_ns - EARLY_NS] if took_ms > 1 else [])
+    assert arrivals.awake == ([(due_ns - EARLY_NS, due_ns)] if ready and has_cpus else [])
+    ready.clear()
+    due_ns = ask(40 * usual_ns) + usual_ns
+    assert arrivals.awake[1:] == (
+        [(due_ns - EARLY_NS, due_ns + LATE_NS)] if ready and has_cpus else []
+    )
+    assert len(ready) == (took_ms > 1), "once an answer"
+    ready.clear()
+    ask(usual_ns)
+    assert len(ready) == (took_ms > 1), "a late one hardly counts"
