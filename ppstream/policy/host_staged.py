@@ -27,7 +27,7 @@ _cuda: Final[Any] = torch.cuda  # torch does not annotate its methods
 
 
 class Busy(Protocol):
-    """What a device has to do, as a ``torch.cuda.Stream`` tells of it."""
+    """Work of a device, as a ``torch.cuda.Stream`` tells of it."""
 
     def query(self) -> bool:
         """True when it is done."""
