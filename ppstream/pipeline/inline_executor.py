@@ -37,8 +37,9 @@ if TYPE_CHECKING:
 
 LONG_B_NS: Final = 20 * NS_PER_MS  # that it usually holds the thread: the other costs 0.5 ms
 QUEUED_B_NS: Final = 2 * NS_PER_MS  # of a usual one on a GPU: a quicker one is waited for at once
-LOOK_NS: Final = 250_000  # so often it is asked whether a GPU is done sooner than usual,
-SOON_NS: Final = 20_000  # and so often when it should be
+LOOK_NS: Final = 100_000  # so often it is asked whether a GPU is done sooner than usual,
+SOON_NS: Final = 20_000  # so often when it should be,
+LATE_SHARE: Final = 8  # and in such shares of its lateness, if these are longer
 LOOK_MIN_NS: Final = NS_PER_MS  # between two looks at a source that is due by the clock
 
 
@@ -71,6 +72,7 @@ class InlineExecutor(OnHost):
         self._computed: Flight | None = None  # by the policy, now
         self._let_go_ns = 0  # when the policy of that one had queued its work
         self._usual_held_ns = 0  # that a policy holds the thread
+        self._looked_ns = 0  # when it last took in beside a device
         self._input_failure: BaseException | None = None
         self._told: list[tuple[int, str, Callable[[int, str], None]]] | None = None
         self._mark_input = ProgressMark("the input thread")
@@ -190,13 +192,15 @@ class InlineExecutor(OnHost):
     def _look(self, began_ns: int, due_ns: int) -> None:
         loop, waiter, warm = self._loop, self._waiter, self._keep_warm
         now, ready_ns = now_ns(), warm.ready_ns(began_ns, due_ns, loop.phase)
-        is_soon = due_ns - EARLY_NS <= now < due_ns + LATE_NS
-        if is_soon:
+        if due_ns - EARLY_NS <= now < due_ns + LATE_NS:
             came = waiter.wait_awake(SOON_NS, SOON_NS)
         else:
             rest_ns = (ready_ns or due_ns - EARLY_NS) - now
-            came = waiter.wait(min(LOOK_NS, rest_ns) if rest_ns > 0 else LOOK_NS)
-        if came or waiter.woken or not is_soon:
+            if rest_ns <= 0:
+                rest_ns = max(SOON_NS, (now - due_ns) // LATE_SHARE)
+            came = waiter.wait(min(LOOK_NS, rest_ns))
+        if came or waiter.woken or now - self._looked_ns >= LOOK_MIN_NS:
+            self._looked_ns = now
             loop.take_in()
         if ready_ns is not None and now_ns() >= ready_ns:
             warm.run()
