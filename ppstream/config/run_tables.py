@@ -255,6 +255,9 @@ class RecordConfig(Table, frozen=True, kw_only=True):
     frames: Literal["none", "jpeg", "raw"] = "none"
     """Form of cameras' frames in it: none leaves them out, jpeg loses little, raw loses nothing and
     takes 4/3 of a frame's bytes. Set it to replay a run with cameras."""
+    part_mb: Positive = 1000.0
+    """Size at which a file is completed and the recording goes on in a next one, run.part002.mcap
+    behind run.mcap. Lower it to move or delete parts of a long run sooner."""
     queue_mb: Positive = 64.0
     """Memory for messages that wait for the disk; what comes on top is dropped and counted, frames
     first. Raise it for slow disks and many cameras."""

@@ -81,12 +81,11 @@ def episodes_of(
     config = msgspec.structs.replace(config, pipeline=pipeline, batch=BatchConfig(rows=1))
     steps = steps or config.window.steps
     if cut == "replay":
-        if recording.lost:
+        if why := recording.unrepeatable:
             raise ConfigError(
                 [
-                    f"{path}: the recorder lost samples ({recording.lost_text}), so windows cannot "
-                    "be cut as the run's; want --content episodes, --format lerobot-v3 or another "
-                    "cut, or a recording with a larger record.queue_mb"
+                    f"{path}: {why.reason}, so windows cannot be cut as the run's; want --content "
+                    f"episodes, --format lerobot-v3 or another cut, or {why.remedy}"
                 ]
             )
         return Episodes([_episode(path, recording, config, cut, steps)], 0)

@@ -16,6 +16,7 @@ from ppstream.config.rules import RECORDING_SUFFIXES
 from ppstream.core.errors import ConfigError
 from ppstream.recording.lerobot_folder import LeRobotFolder, VideoSegment, is_lerobot_folder
 from ppstream.recording.load import load_recording
+from ppstream.recording.parts import part_of
 from ppstream.recording.recording import Recording
 
 if TYPE_CHECKING:
@@ -83,6 +84,7 @@ def find_inputs(paths: Iterable[str | Path]) -> list[DataInput]:
             found.append(DataInput(path))
         else:
             problems.append(f"{path}: there is no such file or folder")
+    found = [one for one in found if part_of(one.path, -1) not in {other.path for other in found}]
     seen: dict[Any, DataInput] = {}
     for one in found:
         if other := seen.get((one.path.resolve(), one.episode)):

@@ -19,29 +19,30 @@ if TYPE_CHECKING:
 
 
 class McapRecords:
-    """Reads messages of an MCAP file again. Pickles as its path.
+    """Reads messages of MCAP files again. Pickles without what it holds.
 
     The records of the chunk that was read last are kept: most frames are asked for in order.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._held: tuple[int, list[Any]] = (-1, [])  # a chunk's offset and its records
+    def __init__(self) -> None:
+        self._chunk: tuple[Path, int] | None = None  # of which the records are held
+        self._records: list[Any] = []
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_held": (-1, [])}
+        return {"_chunk": None, "_records": []}
 
     def __call__(self, position: FilePosition) -> bytes:
-        if self._held[0] != position.offset:
-            self._held = position.offset, self._records_at(position.offset)
-        data: bytes = self._held[1][position.behind].data
+        chunk = position.path, position.offset
+        if self._chunk != chunk:
+            self._chunk, self._records = chunk, self._records_at(*chunk)
+        data: bytes = self._records[position.behind].data
         return data
 
-    def _records_at(self, offset: int) -> list[Any]:
+    def _records_at(self, path: Path, offset: int) -> list[Any]:
         from mcap.records import Chunk
         from mcap.stream_reader import StreamReader, breakup_chunk
 
-        with self._path.open("rb") as file:
+        with path.open("rb") as file:
             file.seek(offset)
             found = StreamReader(file, skip_magic=offset > 0, emit_chunks=True).records
             record = next(iter(found))
@@ -54,16 +55,17 @@ class OwnCamera:
     Args:
         path: of the file.
         topic: of the camera.
+        begins_late: as of ``SampleNumbers``.
     """
 
-    def __init__(self, path: Path, topic: str) -> None:
+    def __init__(self, path: Path, topic: str, *, begins_late: bool = False) -> None:
         self.topic = topic
-        self.numbers = SampleNumbers()
+        self.numbers = SampleNumbers(begins_late=begins_late)
         self._path = path
         self._schema = ""
         self._size: tuple[int, int] | None = None
         self._times: list[tuple[int, int]] = []  # stamp and arrival
-        self._frames = FileFrames(path, topic, McapRecords(path))
+        self._frames = FileFrames(path, topic, McapRecords())
 
     @property
     def count(self) -> int:

@@ -22,6 +22,7 @@ DEFINED: Final = {"cdr": "ros2msg", "protobuf": "protobuf"}  # by encoding the f
 class FilePosition(NamedTuple):
     """Location of a record in a file: so many records behind one that begins at an offset."""
 
+    path: Path
     offset: int
     behind: int
 

@@ -23,6 +23,7 @@ from ppstream.recording.mcap_cameras import McapRecords, OwnCamera
 from ppstream.recording.mcap_messages import EncodedMessage, FilePosition, MessageDecoder
 from ppstream.recording.mcap_schema import (
     CAMERAS,
+    GOES_ON,
     METADATA,
     RESETS,
     SAMPLES,
@@ -34,6 +35,7 @@ from ppstream.recording.mcap_schema import (
     parse_topic,
 )
 from ppstream.recording.other_streams import OtherMessage, OtherStreams
+from ppstream.recording.parts import part_of
 from ppstream.recording.recording import (
     IMAGES,
     RecordedStep,
@@ -83,16 +85,50 @@ def load_mcap(path: Path, streams: Sequence[StreamConfig], robot: str | None) ->
         if isinstance(record, EncodedMessage):
             return _of_others(path, itertools.chain([record], records), streams)
         if record.name == METADATA:
-            return _of_ours(path, records, robot)
+            return _of_ours(path, records, robot, int(record.values.get("part", "1")))
     raise ConfigError([f"{path}: holds no message"])
 
 
 def read_mcap(path: Path) -> Iterator[EncodedMessage | McapMetadata]:
     """Messages and metadata in the order of the file, as far as it is whole.
 
+    Of a run that ppstream recorded those of the parts behind it follow.
+
     Raises:
         ConfigError: it cannot be opened, does not begin as an MCAP file, or is damaged inside.
     """
+    part: Path | None = path
+    run_id, goes_on = None, False
+    while part is not None:
+        for found in _read_part(part):
+            if isinstance(found, McapMetadata):
+                run_id = found.values.get("run_id") if found.name == METADATA else run_id
+                goes_on = found.name == GOES_ON
+            yield found
+        part = _part_behind(part, run_id, goes_on=goes_on)
+
+
+def _part_behind(path: Path, run_id: str | None, *, goes_on: bool) -> Path | None:
+    """The next part of a run's recording, if it has one."""
+    following = part_of(path, 1)
+    assert following is not None
+    if run_id is None or not (goes_on or following.exists()):
+        return None
+    try:
+        facts = next((f for f in _read_part(following) if isinstance(f, McapMetadata)), None)
+    except (ConfigError, OSError) as error:
+        why = error if isinstance(error, ConfigError) else unreadable(following, error)
+        logger.warning("what comes behind %s is not read: %s", path, why)
+        return None
+    if facts is None or facts.values.get("run_id") != run_id:
+        if goes_on:
+            text = "what comes behind %s is not read: %s is of another run"
+            logger.warning(text, path, following.name)
+        return None
+    return following
+
+
+def _read_part(path: Path) -> Iterator[EncodedMessage | McapMetadata]:
     from mcap.records import Channel, Message, Metadata, Schema
 
     schemas: dict[int, Any] = {}
@@ -134,13 +170,13 @@ def _records(path: Path) -> Iterator[tuple[Any, FilePosition]]:
             behind += 1
             if file.tell() != end:
                 begin, end, behind = end, file.tell(), 0
-            yield record, FilePosition(begin, behind)
+            yield record, FilePosition(path, begin, behind)
 
 
 def _of_others(
     path: Path, records: Iterator[EncodedMessage | McapMetadata], streams: Sequence[StreamConfig]
 ) -> Recording:
-    wanted = OtherStreams(path, streams, lambda _: McapRecords(path))
+    wanted = OtherStreams(path, streams, lambda _: McapRecords())
     topics: set[str] = set()
     images: Counter[str] = Counter()
     decoders: dict[str, MessageDecoder] = {}
@@ -160,13 +196,13 @@ def _of_others(
 
 
 def _of_ours(
-    path: Path, records: Iterator[EncodedMessage | McapMetadata], robot: str | None
+    path: Path, records: Iterator[EncodedMessage | McapMetadata], robot: str | None, part: int
 ) -> Recording:
     robots: dict[str, _Robot] = {}
     for found in records:
         parts = parse_topic(found.topic) if isinstance(found, EncodedMessage) else None
         if isinstance(found, EncodedMessage) and parts is not None and parts[1] in READ:
-            one = robots.setdefault(parts[0], _Robot(parts[0]))
+            one = robots.setdefault(parts[0], _Robot(parts[0], part))
             if parts[1] == CAMERAS:
                 one.add_frame(parts[2], path, found)
             else:
@@ -184,8 +220,8 @@ def _of_ours(
 class _Stream:
     """Samples of one stream, batch by batch."""
 
-    def __init__(self) -> None:
-        self.numbers = SampleNumbers()
+    def __init__(self, *, begins_late: bool) -> None:
+        self.numbers = SampleNumbers(begins_late=begins_late)
         self._dim = 0
         self._parts: list[tuple[NDArray[Any], NDArray[Any], NDArray[Any]]] = []
 
@@ -204,19 +240,23 @@ class _Stream:
 class _Robot:
     """A run's samples, and when its windows were cut, of one robot."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, part: int) -> None:
         self._name = name
+        self._part = part
         self.streams: dict[str, _Stream | OwnCamera] = {}
         self._steps: list[RecordedStep] = []
 
     def add_frame(self, stream: str, path: Path, found: EncodedMessage) -> None:
-        camera = self.streams.setdefault(stream, OwnCamera(path, found.topic))
+        camera = self.streams.get(stream)
+        if camera is None:
+            camera = OwnCamera(path, found.topic, begins_late=self._part > 1)
+            self.streams[stream] = camera
         assert isinstance(camera, OwnCamera), f"{stream} is a camera's and another stream's name"
         camera.add(found)
 
     def add(self, stream: str, body: SampleBatch | WindowHeader | Reset) -> None:
         if isinstance(body, SampleBatch):
-            samples = self.streams.setdefault(stream, _Stream())
+            samples = self.streams.setdefault(stream, _Stream(begins_late=self._part > 1))
             assert isinstance(samples, _Stream), f"{stream} is a camera's and another stream's name"
             samples.add(body)
         elif isinstance(body, WindowHeader):
@@ -238,9 +278,9 @@ class _Robot:
         steps = [
             step._replace(samples=self._held(step)) if step.end_ns is None else step
             for step in self._steps
-            if step.end_ns is None or (not lost and self._is_whole(step))
+            if step.end_ns is None or (not lost and self._part == 1 and self._is_whole(step))
         ]
-        return Recording(shifted, steps, lost, self._name, images)
+        return Recording(shifted, steps, lost, self._name, images, self._part)
 
     def _is_whole(self, step: RecordedStep) -> bool:
         """True when all samples of a window are in the file."""

@@ -12,7 +12,8 @@ import msgspec
 
 from ppstream.core.errors import ConfigError
 
-METADATA: Final = "ppstream"  # name of the record that says whose recording it is
+METADATA: Final = "ppstream"  # name of the record that says whose recording it is,
+GOES_ON: Final = "ppstream.goes_on"  # and of that at the end of a part behind which there is one
 VERSION: Final = 1
 SAMPLES: Final = "samples"
 WINDOWS: Final = "windows"

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -36,6 +35,7 @@ from ppstream.recording.mcap_schema import (
     CAMERAS,
     ENVELOPES_TOPIC,
     EVENTS_TOPIC,
+    GOES_ON,
     METADATA,
     REPORTS_TOPIC,
     RESETS,
@@ -58,6 +58,7 @@ from ppstream.recording.mcap_schema import (
     schema_name,
     topic,
 )
+from ppstream.recording.parts import new_file, next_part
 from ppstream.recording.recorder import NAMES_MAX, Recorder
 
 if TYPE_CHECKING:
@@ -68,7 +69,6 @@ CHUNK_BYTES: Final = 1 << 17  # what a killed run loses at most
 CHANNELS_MAX: Final = (1 << 16) - 1  # MCAP numbers them with 16 bits; each topic has one
 OF_ALL: Final = EVENTS_TOPIC, REPORTS_TOPIC, ENVELOPES_TOPIC
 OF_ROBOT: Final = WINDOWS, ACTIONS, RESETS  # beside one for each stream
-FILE_MODE: Final = 0o640
 MB: Final = 1_000_000
 BATCH_NS: Final = 20 * NS_PER_MS  # samples of one message arrived within it
 VIEW_ITEMS: Final = 4096  # that may wait for the live view: people want to see what is new
@@ -140,11 +140,14 @@ class McapMessage(NamedTuple):
 class RecordFile:
     """A sink of the recorder; belongs to its thread.
 
+    A file that has grown to ``record.part_mb`` is completed, and the recording goes on in another:
+    the index of a file is in memory until its end.
+
     Args:
         target: a path, of which a new file beside it is taken when it is there already, and a named
             pipe is written to once somebody reads it; or a descriptor, closed with the file.
             A pipe gets each message at once, a file larger chunks.
-        config: streams and actions.
+        config: streams, actions, and the size of a part.
         run_id: as in the log.
         frames: their form.
     """
@@ -152,11 +155,70 @@ class RecordFile:
     def __init__(
         self, target: Path | int, config: PipelineConfig, run_id: str, frames: Form = "preview"
     ) -> None:
-        from mcap.writer import CompressionType, Writer
-
         self._streams = {stream.name: stream for stream in config.streams}
         self._form: Form = frames
-        self._output = McapOutput(target)
+        self._facts = _facts(config, run_id)
+        self._part_bytes = round(config.record.part_mb * MB)
+        self._numbers: dict[str, int] = {}  # of the newest message, by topic
+        self._newest_ns = 0
+        self._parts = 0
+        self._path: Path | None = None  # of the newest part; None: a pipe, which has none
+        if isinstance(target, Path):
+            made, fd = new_file(target)
+            self._path = None if target.is_fifo() else made
+        else:
+            fd = target
+        self._part = self._begin(fd)
+
+    def write(self, items: Sequence[Item]) -> None:
+        """Raises OSError when the disk is full or a pipe's reader has left."""
+        pauses = InterpreterPauses()
+        singles = (self._message(item, pauses) for item in _single(items))
+        found = [*_batches(items, self._streams), *singles]
+        for message in sorted(found, key=lambda message: message.at_ns):
+            if self._path is not None and self._part.size >= self._part_bytes:
+                self._go_on(self._path)
+            self._newest_ns = max(self._newest_ns, message.at_ns)
+            before = self._numbers.get(message.topic, 0)
+            number = before + 1 if message.number is None else message.number + 1
+            self._numbers[message.topic] = number
+            self._part.add(message, number, self._newest_ns)
+        self._part.flush()
+
+    def close(self) -> None:
+        """Write the index; the file is complete."""
+        self._part.close()
+
+    def _go_on(self, path: Path) -> None:
+        """Complete the part, and begin the next one."""
+        self._part.close(goes_on=True)
+        self._path, fd = next_part(path)
+        self._part = self._begin(fd)
+
+    def _begin(self, fd: int) -> McapPart:
+        self._parts += 1
+        return McapPart(fd, self._facts | {"part": str(self._parts)})
+
+    def _message(self, item: Single, pauses: InterpreterPauses) -> McapMessage:
+        if isinstance(item, FrameItem):
+            name = topic(item.robot, CAMERAS, item.stream)
+            image = encoded_image(item, self._streams[item.stream], self._form, pauses)
+            return McapMessage(item.received_ns, name, *image, item.number)
+        return _message(item)
+
+
+class McapPart:
+    """One file or pipe with messages.
+
+    Args:
+        fd: a descriptor, closed with it.
+        facts: of the recording.
+    """
+
+    def __init__(self, fd: int, facts: dict[str, str]) -> None:
+        from mcap.writer import CompressionType, Writer
+
+        self._output = McapOutput(fd)
         output: Any = self._output  # no IO[bytes] of the standard library's, but all that is used
         self._writer: Any = Writer(
             output,
@@ -166,49 +228,37 @@ class RecordFile:
         )
         self._schemas: dict[type[Body], int] = {}
         self._channels: dict[str, int] = {}
-        self._numbers: dict[int, int] = {}
-        self._newest_ns = 0
         self._writer.start(profile="ppstream", library="ppstream")
-        self._writer.add_metadata(METADATA, _facts(config, run_id))
-        self._output.flush()
+        self._writer.add_metadata(METADATA, facts)
+        self.flush()
 
-    def write(self, items: Sequence[Item]) -> None:
-        """Raises OSError when the disk is full or a pipe's reader has left."""
-        pauses = InterpreterPauses()
-        singles = (self._message(item, pauses) for item in _single(items))
-        found = [*_batches(items, self._streams), *singles]
-        for message in sorted(found, key=lambda message: message.at_ns):
-            self._newest_ns = max(self._newest_ns, message.at_ns)
-            channel = self._channel(message)
-            before = self._numbers[channel] if message.number is None else message.number
-            number = self._numbers[channel] = before + 1
-            times = {"log_time": self._newest_ns, "publish_time": message.at_ns}
-            self._writer.add_message(channel, data=message.data, sequence=number, **times)
-        self._output.flush()
+    @property
+    def size(self) -> int:
+        """Bytes written so far, without the chunk that is being filled."""
+        return self._output.tell()
 
-    def close(self) -> None:
-        """Write the index; the file is complete."""
-        try:
-            self._writer.finish()
-            self._output.flush()
-        finally:
-            self._output.close()
-
-    def _message(self, item: Single, pauses: InterpreterPauses) -> McapMessage:
-        if isinstance(item, FrameItem):
-            name = topic(item.robot, CAMERAS, item.stream)
-            image = encoded_image(item, self._streams[item.stream], self._form, pauses)
-            return McapMessage(item.received_ns, name, *image, item.number)
-        return _message(item)
-
-    def _channel(self, message: McapMessage) -> int:
+    def add(self, message: McapMessage, number: int, log_ns: int) -> None:
         channel = self._channels.get(message.topic)
         if channel is None:
             schema = self._schema(message.schema)
             channel = self._writer.register_channel(message.topic, "json", schema)
             self._channels[message.topic] = channel
-            self._numbers[channel] = 0
-        return channel
+        times = {"log_time": log_ns, "publish_time": message.at_ns}
+        self._writer.add_message(channel, data=message.data, sequence=number, **times)
+
+    def flush(self) -> None:
+        """A pipe's reader gets what was added."""
+        self._output.flush()
+
+    def close(self, *, goes_on: bool = False) -> None:
+        """Write the index; the file is complete, and says so when the recording goes on."""
+        try:
+            if goes_on:
+                self._writer.add_metadata(GOES_ON, {})
+            self._writer.finish()
+            self._output.flush()
+        finally:
+            self._output.close()
 
     def _schema(self, body: type[Body]) -> int:
         if body not in self._schemas:
@@ -220,13 +270,11 @@ class RecordFile:
 class McapOutput:
     """A file or pipe for the writer; of a file what was begun when it failed is cut off again."""
 
-    def __init__(self, target: Path | int) -> None:
-        if isinstance(target, Path):
-            target = new_file(target)
-        self._fd = target
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
         self._written = 0
         self._waiting = bytearray()  # for flush(), if it is a pipe: one write for many messages
-        self.is_pipe = stat.S_ISFIFO(os.fstat(target).st_mode)
+        self.is_pipe = stat.S_ISFIFO(os.fstat(fd).st_mode)
 
     def write(self, data: bytes) -> int:
         if self.is_pipe:
@@ -256,22 +304,6 @@ class McapOutput:
             if not self.is_pipe:
                 os.ftruncate(self._fd, self._written)
             raise
-
-
-def new_file(path: Path) -> int:
-    """A descriptor of a new file, ``path``, or while one is there ``name-2``, ``name-3``.
-
-    No recording is overwritten, and runs that begin together share none. A named pipe is opened
-    as it is, once somebody reads it.
-    """
-    if path.is_fifo():
-        return os.open(path, os.O_WRONLY)
-    number, chosen = 1, path
-    while True:
-        with suppress(FileExistsError):
-            return os.open(chosen, os.O_WRONLY | os.O_CREAT | os.O_EXCL, FILE_MODE)
-        number += 1
-        chosen = path.with_name(f"{path.stem}-{number}{path.suffix}")
 
 
 def _facts(config: PipelineConfig, run_id: str) -> dict[str, str]:

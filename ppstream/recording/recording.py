@@ -156,10 +156,18 @@ class RecordedMessage(NamedTuple):
     values: NDArray[Any]
 
 
+class Unrepeatable(NamedTuple):
+    """Words on windows of a run that cannot be cut again."""
+
+    reason: str
+    remedy: str
+
+
 class Recording:
     """Tracks by stream name; of a run, the steps that can be repeated, and what was lost of it.
 
     ``images`` counts, by topic, the frames that the file holds, whether a track has them or not.
+    ``part`` is the number of the part with which it begins.
     """
 
     def __init__(
@@ -169,17 +177,30 @@ class Recording:
         lost: Mapping[str, int] | None = None,
         robot: str = "",
         images: Mapping[str, int] | None = None,
+        part: int = 1,
     ) -> None:
         self.tracks = dict(tracks)
         self.robot = robot  # its name, if that was recorded
         self.steps = tuple(steps)
         self.lost = dict(lost or {})
         self.images = dict(images or {})
+        self.part = part
 
     @property
     def lost_text(self) -> str:
         """Count of lost samples by stream, for people."""
         return ", ".join(f"{count} of {name!r}" for name, count in self.lost.items())
+
+    @property
+    def unrepeatable(self) -> Unrepeatable | None:
+        """Says why the run's windows cannot be cut again; None: they can, if it had any."""
+        if self.part > 1:
+            reason = f"it begins with part {self.part} of a run, whose windows need those before"
+            return Unrepeatable(reason, "the first part")
+        if self.lost:
+            reason = f"the recorder lost samples ({self.lost_text})"
+            return Unrepeatable(reason, "a recording with a larger record.queue_mb")
+        return None
 
     @property
     def first_ns(self) -> int:
@@ -218,7 +239,7 @@ class Recording:
                 chosen[stream.name] = track._replace(values=values)
         if problems:
             raise ConfigError(problems)
-        return Recording(chosen, self.steps, self.lost, self.robot, self.images)
+        return Recording(chosen, self.steps, self.lost, self.robot, self.images, self.part)
 
     def messages(self, batch_ns: int) -> Iterator[RecordedMessage]:
         """All samples in order of time; those of one stream within ``batch_ns`` go together.

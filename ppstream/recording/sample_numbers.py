@@ -7,9 +7,13 @@ from __future__ import annotations
 
 
 class SampleNumbers:
-    """Numbers of one stream's samples, added in order; ``end`` is behind the newest."""
+    """Numbers of one stream's samples, added in order; ``end`` is behind the newest.
 
-    def __init__(self) -> None:
+    ``begins_late``: those before the first one are in a part of the recording that is not read.
+    """
+
+    def __init__(self, *, begins_late: bool = False) -> None:
+        self._is_begun = not begins_late
         self.end = 0
         self.lost = 0  # what the recorder had to drop
         self._gaps: list[tuple[int, int]] = []  # number of the first one lost, and behind the last
@@ -18,8 +22,9 @@ class SampleNumbers:
         """Consecutive samples, of which the first has the number ``first``."""
         if first != self.end:
             self._gaps.append((self.end, first))
-            self.lost += first - self.end
+            self.lost += (first - self.end) * self._is_begun
         self.end = first + samples
+        self._is_begun = True
 
     def held(self, count: int) -> int:
         """Returns how many of the first ``count`` samples are there."""

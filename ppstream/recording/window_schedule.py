@@ -79,12 +79,11 @@ def schedule_of(path: str | Path, recording: Recording, config: PipelineConfig) 
         ConfigError: there is not one window in it, or samples that one needs were lost.
     """
     is_scheduled = config.pipeline.windows == "scheduled"
-    if is_scheduled and recording.lost:
-        lost = recording.lost_text
+    if is_scheduled and (why := recording.unrepeatable):
         raise ConfigError(
             [
-                f"{path}: the recorder lost samples ({lost}), so its windows cannot be repeated, "
-                "want pipeline.windows = 'live', or a recording with a larger record.queue_mb"
+                f"{path}: {why.reason}, so its windows cannot be repeated, "
+                f"want pipeline.windows = 'live', or {why.remedy}"
             ]
         )
     if is_scheduled and any(step.end_ns is not None for step in recording.steps):
