@@ -8,6 +8,7 @@ repeats, disorder and stamps that come twice stay. What an object is, is the fil
 from __future__ import annotations
 
 import re
+from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
@@ -101,9 +102,8 @@ class _Wanted:
         self.name, self.topic = stream.name, stream.recorded.topic
         self._fields = [_steps(field) for field in stream.recorded.fields]
         self._stamp = stream.recorded.stamp
-        self.stamps: list[int] = []
-        self._arrivals: list[int] = []
-        self._values: list[list[float]] = []
+        self.stamps, self._arrivals, self._values = array("q"), array("q"), array("d")
+        self._dim = 0
 
     def add(self, message: object, at_ns: int) -> None:
         values: list[float] = []
@@ -113,15 +113,17 @@ class _Wanted:
                 values.append(found)
             else:
                 values += np.atleast_1d(np.asarray(found, np.float64)).ravel().tolist()
-        if self._values and len(values) != len(self._values[0]):
-            raise ValueError(f"{len(values)} values, {len(self._values[0])} before")
+        if self.stamps and len(values) != self._dim:
+            raise ValueError(f"{len(values)} values, {self._dim} before")
         self.stamps.append(stamp_of(message, self._stamp, at_ns))
         self._arrivals.append(at_ns)
-        self._values.append(values)
+        self._values.extend(values)
+        self._dim = len(values)
 
     def track(self) -> Track:
-        stamps_ns, arrivals_ns = (np.array(t, np.int64) for t in (self.stamps, self._arrivals))
-        return Track(stamps_ns, np.array(self._values, np.float64), arrivals_ns)
+        stamps_ns, arrivals_ns = (np.frombuffer(t, np.int64) for t in (self.stamps, self._arrivals))
+        values = np.frombuffer(self._values, np.float64)
+        return Track(stamps_ns, values.reshape(len(stamps_ns), self._dim), arrivals_ns)
 
 
 def stamp_of(message: object, field: str | None, at_ns: int, usual: Sequence[str] = STAMPS) -> int:

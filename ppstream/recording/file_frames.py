@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -40,14 +41,16 @@ class FileFrames:
     def __init__(self, path: Path, topic: str, read: MessageReader) -> None:
         self.topic = topic
         self._path, self._read = path, read
-        self._places: list[tuple[int, Any]] = []  # and the frame's number, from 1
+        self._numbers = array("q")  # of the frames, from 1
+        self._places: list[Any] = []
         self._decoder: ImageDecoder | None = None
 
     def __len__(self) -> int:
         return len(self._places)
 
     def add(self, number: int, place: Any) -> None:
-        self._places.append((number, place))
+        self._numbers.append(number)
+        self._places.append(place)
 
     def frames(self, size: tuple[int, int], decoder: ImageDecoder) -> RecordedFrames:
         """All that were added."""
@@ -67,8 +70,7 @@ class FileFrames:
         return self._decoded(index, self._decoder.encoded)
 
     def _decoded(self, index: int, decode: Callable[[bytes], Found]) -> Found:
-        number, place = self._places[index]
         try:
-            return decode(self._read(place))
+            return decode(self._read(self._places[index]))
         except Exception as error:  # the file may have changed in any way
-            raise self.unreadable(number, error) from error
+            raise self.unreadable(self._numbers[index], error) from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -64,7 +65,7 @@ class OwnCamera:
         self._path = path
         self._schema = ""
         self._size: tuple[int, int] | None = None
-        self._times: list[tuple[int, int]] = []  # stamp and arrival
+        self._stamps, self._arrivals = array("q"), array("q")
         self._frames = FileFrames(path, topic, McapRecords())
 
     @property
@@ -85,12 +86,13 @@ class OwnCamera:
             raise self._frames.unreadable(number, error) from error
         self._size = facts.size
         self.numbers.add(found.number - 1, 1)
-        self._times.append((facts.stamp_ns, found.happened_ns))
+        self._stamps.append(facts.stamp_ns)
+        self._arrivals.append(found.happened_ns)
         self._frames.add(number, found.position)
 
     def track(self) -> Track:
         """With arrivals on rank 0's clock."""
         assert self._size is not None, "a camera is made with its first frame"
-        stamps, received = np.array(self._times, np.int64).T
+        stamps, received = (np.frombuffer(t, np.int64) for t in (self._stamps, self._arrivals))
         decoder = OwnImages(self._schema, self._size)
         return Track(stamps, self._frames.frames(self._size, decoder), received)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import logging
 import struct
+from array import array
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -39,6 +40,7 @@ from ppstream.recording.parts import part_of
 from ppstream.recording.recording import (
     IMAGES,
     RecordedStep,
+    RecordedSteps,
     Recording,
     Track,
     arrivals_on_stamps_clock,
@@ -47,8 +49,6 @@ from ppstream.recording.recording import (
 from ppstream.recording.sample_numbers import SampleNumbers
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
     from ppstream.config.schema import StreamConfig
 
 logger = logging.getLogger("ppstream")
@@ -218,22 +218,24 @@ def _of_ours(
 
 
 class _Stream:
-    """Samples of one stream, batch by batch."""
+    """Samples of one stream, as they come."""
 
     def __init__(self, *, begins_late: bool) -> None:
         self.numbers = SampleNumbers(begins_late=begins_late)
         self._dim = 0
-        self._parts: list[tuple[NDArray[Any], NDArray[Any], NDArray[Any]]] = []
+        self._stamps, self._received, self._values = array("q"), array("q"), array("d")
 
     def add(self, batch: SampleBatch) -> None:
         self.numbers.add(batch.first, len(batch.stamps_ns))
         self._dim = batch.dim
-        stamps, received = (np.array(t, np.int64) for t in (batch.stamps_ns, batch.received_ns))
-        self._parts.append((stamps, received, np.array(batch.values, np.float64)))
+        self._stamps.extend(batch.stamps_ns)
+        self._received.extend(batch.received_ns)
+        self._values.frombytes(np.array(batch.values, np.float64).tobytes())
 
     def track(self) -> Track:
         """With arrivals on rank 0's clock."""
-        stamps, received, values = (np.concatenate(c) for c in zip(*self._parts, strict=True))
+        stamps, received = (np.frombuffer(t, np.int64) for t in (self._stamps, self._received))
+        values = np.frombuffer(self._values, np.float64)
         return Track(stamps, values.reshape(-1, self._dim), received)
 
 
@@ -244,7 +246,7 @@ class _Robot:
         self._name = name
         self._part = part
         self.streams: dict[str, _Stream | OwnCamera] = {}
-        self._steps: list[RecordedStep] = []
+        self._steps = RecordedSteps()
 
     def add_frame(self, stream: str, path: Path, found: EncodedMessage) -> None:
         camera = self.streams.get(stream)
@@ -275,11 +277,11 @@ class _Robot:
         }
         cameras = [one for one in self.streams.values() if isinstance(one, OwnCamera)]
         images = {camera.topic: camera.count for camera in cameras}
-        steps = [
+        steps = RecordedSteps(
             step._replace(samples=self._held(step)) if step.end_ns is None else step
             for step in self._steps
             if step.end_ns is None or (not lost and self._part == 1 and self._is_whole(step))
-        ]
+        )
         return Recording(shifted, steps, lost, self._name, images, self._part)
 
     def _is_whole(self, step: RecordedStep) -> bool:

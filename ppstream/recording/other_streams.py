@@ -6,6 +6,7 @@ Which file it is, how its messages decode and where a frame is in it, is its rea
 from __future__ import annotations
 
 import logging
+from array import array
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -135,7 +136,7 @@ class OtherCamera:
         self._size = stream.image.height, stream.image.width
         self._frames = FileFrames(path, self.topic, reader(self.topic))
         self._decoder: OtherImages | None = None
-        self._times: list[tuple[int, int]] = []  # stamp and arrival
+        self._stamps, self._arrivals = array("q"), array("q")
         self._count = 0
         self._left: list[int] = []  # numbers of the frames that are left out
         self._reason = ""  # of the first
@@ -161,7 +162,8 @@ class OtherCamera:
             self._left.append(self._count)
             self._reason = self._reason or str(error)
             return
-        self._times.append((stamp_ns, found.at_ns))
+        self._stamps.append(stamp_ns)
+        self._arrivals.append(found.at_ns)
         self._frames.add(self._count, found.place)
 
     def track(self, topics: Iterable[str]) -> Track:
@@ -189,7 +191,7 @@ class OtherCamera:
                 *(self._about, len(self._left), self._count, self.topic, numbers),
                 *(f" and {more} more" if more > 0 else "", first),
             )
-        stamps, logged = np.array(self._times, np.int64).T
+        stamps, logged = (np.frombuffer(t, np.int64) for t in (self._stamps, self._arrivals))
         return Track(stamps, self._frames.frames(self._size, self._decoder), logged)
 
     @property

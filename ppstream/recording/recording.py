@@ -9,9 +9,10 @@ from __future__ import annotations
 import copy
 import heapq
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, overload
 
 import numpy as np
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from ppstream.config.schema import StreamConfig
 
 DAMAGE_CHARS: Final = 300
+UNTOLD: Final = -1  # count of a stream that a step does not name
 NUMPY: Final = ".npz or .npy"
 KINDS: Final = {
     ".mcap": "MCAP",
@@ -147,6 +149,45 @@ class RecordedStep(NamedTuple):
     samples: Mapping[str, int]  # that had come before, by stream
 
 
+class RecordedSteps(Sequence[RecordedStep]):
+    """Steps in order, of which a day has millions: numbers in columns, no object for each."""
+
+    def __init__(self, steps: Iterable[RecordedStep] = ()) -> None:
+        self._ends_ns = array("q")
+        self._reasons: dict[int, str] = {}  # by place, of those that emptied
+        self._counts: dict[str, array[int]] = {}  # by stream
+        for step in steps:
+            self.append(step)
+
+    def append(self, step: RecordedStep) -> None:
+        place = len(self._ends_ns)
+        if step.end_ns is None:
+            self._reasons[place] = step.reason
+        self._ends_ns.append(step.end_ns or 0)
+        for name in step.samples.keys() - self._counts.keys():
+            self._counts[name] = array("q", [UNTOLD]) * place
+        for name, counts in self._counts.items():
+            counts.append(step.samples.get(name, UNTOLD))
+
+    def __len__(self) -> int:
+        return len(self._ends_ns)
+
+    @overload
+    def __getitem__(self, place: int) -> RecordedStep: ...
+    @overload
+    def __getitem__(self, place: slice) -> list[RecordedStep]: ...
+    def __getitem__(self, place: int | slice) -> RecordedStep | list[RecordedStep]:
+        places = range(len(self._ends_ns))[place]
+        return self._step(places) if isinstance(places, int) else [self._step(p) for p in places]
+
+    def _step(self, place: int) -> RecordedStep:
+        reason = self._reasons.get(place)
+        end_ns = self._ends_ns[place] if reason is None else None
+        found = {name: counts[place] for name, counts in self._counts.items()}
+        told = {name: count for name, count in found.items() if count != UNTOLD}
+        return RecordedStep(end_ns, reason or "", told)
+
+
 class RecordedMessage(NamedTuple):
     """Consecutive samples of one stream, to be sent together."""
 
@@ -181,7 +222,7 @@ class Recording:
     ) -> None:
         self.tracks = dict(tracks)
         self.robot = robot  # its name, if that was recorded
-        self.steps = tuple(steps)
+        self.steps = steps
         self.lost = dict(lost or {})
         self.images = dict(images or {})
         self.part = part

@@ -6,6 +6,7 @@ that was recorded.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
@@ -54,22 +55,20 @@ class AsCut:
     """The windows of a recorded run, each with what the run had received when it was cut."""
 
     def __init__(self, recording: Recording) -> None:
-        self._ends_ns: list[int] = []
-        self._before: list[list[RecordedStep]] = []
-        since: list[RecordedStep] = []
-        for step in recording.steps:
-            since.append(step)
+        self._steps = recording.steps
+        self._ends_ns = array("q")
+        self._behind = array("q", [0])  # places of the steps behind each window
+        for place, step in enumerate(recording.steps):
             if step.end_ns is not None:
                 self._ends_ns.append(step.end_ns)
-                self._before.append(since)
-                since = []
+                self._behind.append(place + 1)
         self.windows = len(self._ends_ns)
 
     def end_ns(self, index: int) -> int:
         return self._ends_ns[index]
 
     def before(self, index: int) -> Sequence[RecordedStep]:
-        return self._before[index]
+        return self._steps[self._behind[index] : self._behind[index + 1]]
 
 
 def schedule_of(path: str | Path, recording: Recording, config: PipelineConfig) -> WindowSchedule:

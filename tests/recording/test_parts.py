@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +86,7 @@ def content(recording: Recording) -> list[Any]:
         (name, *(a.tobytes() for a in (track.stamps_ns, track.due_ns, values_of(track.values))))
         for name, track in sorted(recording.tracks.items())
     ]
-    return [tracks, recording.steps, recording.lost, recording.images]
+    return [tracks, [*recording.steps], recording.lost, recording.images]
 
 
 def values_of(values: Any) -> Any:
@@ -189,3 +191,22 @@ def test_a_new_recording_takes_no_name_whose_parts_are_there(tmp_path: Path) -> 
     RecordFile(tmp_path / "run.mcap", made_config(), "other").close()
     assert not (tmp_path / "run.mcap").exists()
     assert (tmp_path / "run-2.mcap").exists()
+
+
+def test_a_recording_takes_the_memory_of_its_numbers(parts: list[Path]) -> None:
+    """A day has millions of windows, samples and frames."""
+    load_recording(parts[0])  # what is imported and made once
+    tracemalloc.start()
+    try:
+        before, _ = tracemalloc.get_traced_memory()
+        found = load_recording(parts[0])
+        held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(found.steps) > TURNS
+    assert (held - before) / TURNS < 400  # bytes
+
+
+def test_a_recording_of_a_run_is_pickled(parts: list[Path]) -> None:
+    found = load_recording(parts[0])
+    assert content(pickle.loads(pickle.dumps(found))) == content(found)
