@@ -1,7 +1,8 @@
 """ItemQueue: a bounded queue between the loops of a run and a thread that writes what they saw.
 
 The loops copy some hundred bytes into it and never wait. When the disk, or the reader of a pipe, is
-slower than the run or gone, what does not fit is dropped and counted, and the run goes on.
+slower than the run or gone, what does not fit is dropped and counted, and the run goes on. A full
+disk that has room again is written to again.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Final, Protocol
 
 import msgspec
@@ -25,6 +27,7 @@ logger = logging.getLogger("ppstream")
 
 WRITE_INTERVAL_S: Final = 0.1  # a wake-up costs as much as a few messages: not too many
 CLOSE_LIMIT_S: Final = 2.0
+RESUME_INTERVAL_S: Final = 2.0  # between two attempts to begin again
 THREAD: Final = "recorder"
 FRAMES_SHARE: Final = 7 / 8  # of a queue's bytes
 QUEUE_MAX: Final = 1 << 16  # items, whatever their size
@@ -35,6 +38,9 @@ class Sink(Protocol):
 
     def write(self, items: Sequence[Item]) -> None: ...
 
+    def resume(self) -> bool:
+        """Begin again behind an OSError; False: it never can, as a pipe whose reader has left."""
+
     def close(self) -> None: ...
 
 
@@ -44,7 +50,7 @@ class QueueStatistics(msgspec.Struct, frozen=True):
     written: int
     dropped: int
     waiting: int
-    failure: str  # why nothing is written any more; empty: all is well
+    failure: str  # why nothing is written now; empty: all is well
 
 
 class ItemQueue:
@@ -79,7 +85,8 @@ class ItemQueue:
         self._offered_bytes = 0  # of samples and frames: written by the thread that puts them,
         self._taken_bytes = 0  # and by the queue's own
         self._written = 0
-        self._dropped = 0  # by the threads that put,
+        self._dropped = 0  # by the threads that put: too much waits,
+        self._refused = 0  # or nothing is written,
         self._drop_lock = threading.Lock()
         self._lost = 0  # and by the queue's own
         self._failure = ""
@@ -95,11 +102,14 @@ class ItemQueue:
             (size and waiting + size > self._queue_bytes)
             or (isinstance(item, FrameItem) and waiting > FRAMES_SHARE * self._queue_bytes)
             or len(self._queue) >= self._items_max * (1 + isinstance(item, Cleared))
-            or self._failure
+            or (self._failure and not isinstance(item, Cleared))
             or self._closing.is_set()
         ):
             with self._drop_lock:
-                self._dropped += 1
+                if self._failure:
+                    self._refused += 1
+                else:
+                    self._dropped += 1
             return
         if size:  # else another thread's sum would be overwritten
             self._offered_bytes += size
@@ -120,14 +130,14 @@ class ItemQueue:
 
     def say_loss(self) -> None:
         """Say once that items are lost, and the remedy; for who may wait for a log."""
-        if self._dropped and not (self._failure or self._is_loss_said):
+        if self._dropped and not self._is_loss_said:
             self._is_loss_said = True
             text = "%s: loses items, %d so far: the disk, the CPU or the reader is too slow; %s"
             logger.warning(text, self.name, self._dropped, self._remedy)
 
     def statistics(self) -> QueueStatistics:
         """A copy; from any thread."""
-        dropped = self._dropped + self._lost
+        dropped = self._dropped + self._refused + self._lost
         return QueueStatistics(self._written, dropped, len(self._queue), self._failure)
 
     # ---- the thread ------------------------------------------------------------------------
@@ -135,21 +145,47 @@ class ItemQueue:
     def _run(self) -> None:
         try:
             sink = self._open_sink()
-            while not self._closing.wait(WRITE_INTERVAL_S):
-                self._write_batch(sink)
-            self._write_batch(sink)
+            while self._is_writing(sink) and not self._closing.wait(WRITE_INTERVAL_S):
+                pass
+            if not self._failure:
+                self._is_writing(sink)
             sink.close()
-        except OSError as error:  # disk full or gone, reader left: the run matters more
+        except OSError as error:
             self._fail(error.strerror or str(error))
         except Exception as error:  # noqa: BLE001 - the top of a thread: the run goes on
             self._fail(f"{type(error).__name__}: {error}")
+
+    def _is_writing(self, sink: Sink) -> bool:
+        """Write what waits; behind a failure until it succeeds again. False: never, or closing."""
+        try:
+            self._write_batch(sink)
+        except OSError as error:  # disk full or gone, reader left: the run matters more
+            self._fail(error.strerror or str(error))
+            return self._is_resumed(sink)
+        return True
+
+    def _is_resumed(self, sink: Sink) -> bool:
+        while not self._closing.wait(RESUME_INTERVAL_S):
+            with suppress(OSError):
+                if not sink.resume():
+                    return False
+                lost = self.statistics().dropped
+                logger.warning("%s goes on, %d items are lost", self.name, lost)
+                self._failure = ""
+                return True
+        return False
 
     def _fail(self, why: str) -> None:
         if not self._failure:  # else close() has given up waiting, and said so
             self._failure = why
             logger.warning("%s stopped, the run goes on: %s", self.name, why)
-        self._lost += len(self._queue)
-        self._queue.clear()
+        for _ in range(len(self._queue)):
+            item = self._queue.popleft()
+            self._taken_bytes += _size(item)
+            if isinstance(item, Cleared):
+                self._queue.append(item)
+            else:
+                self._lost += 1
 
     def _write_batch(self, sink: Sink) -> None:
         batch = [self._queue.popleft() for _ in range(len(self._queue))]
@@ -158,7 +194,9 @@ class ItemQueue:
             try:
                 sink.write(batch)
             except BaseException:
-                self._lost += len(batch)
+                resets = [item for item in batch if isinstance(item, Cleared)]
+                self._queue.extendleft(reversed(resets))
+                self._lost += len(batch) - len(resets)
                 raise
             self._written += len(batch)
 

@@ -7,6 +7,7 @@ ran full ends behind its last whole record.
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from collections.abc import Iterator, Mapping, Sequence
@@ -58,7 +59,7 @@ from ppstream.recording.mcap_schema import (
     schema_name,
     topic,
 )
-from ppstream.recording.parts import new_file, next_part
+from ppstream.recording.parts import create, new_file, part_of
 from ppstream.recording.recorder import NAMES_MAX, Recorder
 
 if TYPE_CHECKING:
@@ -70,6 +71,7 @@ CHANNELS_MAX: Final = (1 << 16) - 1  # MCAP numbers them with 16 bits; each topi
 OF_ALL: Final = EVENTS_TOPIC, REPORTS_TOPIC, ENVELOPES_TOPIC
 OF_ROBOT: Final = WINDOWS, ACTIONS, RESETS  # beside one for each stream
 MB: Final = 1_000_000
+ROOM_BYTES: Final = 100 * MB  # on a disk that was full, unless a part is smaller
 BATCH_NS: Final = 20 * NS_PER_MS  # samples of one message arrived within it
 VIEW_ITEMS: Final = 4096  # that may wait for the live view: people want to see what is new
 EVENT_FIELDS: Final = frozenset({"kind", "run_id", "generation", "t", "name", "text"})
@@ -163,21 +165,41 @@ class RecordFile:
         self._newest_ns = 0
         self._parts = 0
         self._path: Path | None = None  # of the newest part; None: a pipe, which has none
-        if isinstance(target, Path):
-            made, fd = new_file(target)
-            self._path = None if target.is_fifo() else made
-        else:
-            fd = target
-        self._part = self._begin(fd)
+        fd = target
+        if not isinstance(fd, int):
+            path, fd = new_file(fd)
+            self._path = None if path.is_fifo() else path
+        self._part = self._begun(fd, self._path)
 
     def write(self, items: Sequence[Item]) -> None:
-        """Raises OSError when the disk is full or a pipe's reader has left."""
+        """Raises OSError when the disk is full or a pipe's reader has left; then see ``resume``."""
+        try:
+            self._write(items)
+        except OSError:
+            self._part.abandon()
+            if self._path is not None and self._part.is_empty:
+                self._path.unlink(missing_ok=True)
+                self._parts -= 1
+            raise
+
+    def resume(self) -> bool:
+        """Go on in a next part behind an OSError; False: a pipe. Raises OSError: not yet."""
+        if self._path is None:
+            return False
+        disk, wanted = os.statvfs(self._path.parent), min(self._part_bytes, ROOM_BYTES)
+        if disk.f_bavail * disk.f_frsize < wanted:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self._begin(self._path, 0 if self._part.is_empty else 1)
+        return True
+
+    def _write(self, items: Sequence[Item]) -> None:
         pauses = InterpreterPauses()
         singles = (self._message(item, pauses) for item in _single(items))
         found = [*_batches(items, self._streams), *singles]
         for message in sorted(found, key=lambda message: message.at_ns):
             if self._path is not None and self._part.size >= self._part_bytes:
-                self._go_on(self._path)
+                self._part.close(goes_on=True)
+                self._begin(self._path, 1)
             self._newest_ns = max(self._newest_ns, message.at_ns)
             before = self._numbers.get(message.topic, 0)
             number = before + 1 if message.number is None else message.number + 1
@@ -186,18 +208,27 @@ class RecordFile:
         self._part.flush()
 
     def close(self) -> None:
-        """Write the index; the file is complete."""
-        self._part.close()
+        """Write the index; the file is complete, unless it was given up."""
+        if self._part.is_open:
+            self._part.close()
 
-    def _go_on(self, path: Path) -> None:
-        """Complete the part, and begin the next one."""
-        self._part.close(goes_on=True)
-        self._path, fd = next_part(path)
-        self._part = self._begin(fd)
+    def _begin(self, path: Path, step: int) -> None:
+        """Begin the part so many places behind ``path``."""
+        following = part_of(path, step)
+        assert following is not None
+        self._part = self._begun(create(following), following)
+        self._path = following
 
-    def _begin(self, fd: int) -> McapPart:
+    def _begun(self, fd: int, path: Path | None) -> McapPart:
+        try:
+            part = McapPart(fd, self._facts | {"part": str(self._parts + 1)})
+        except OSError:
+            os.close(fd)
+            if path is not None:
+                path.unlink(missing_ok=True)
+            raise
         self._parts += 1
-        return McapPart(fd, self._facts | {"part": str(self._parts)})
+        return part
 
     def _message(self, item: Single, pauses: InterpreterPauses) -> McapMessage:
         if isinstance(item, FrameItem):
@@ -231,6 +262,16 @@ class McapPart:
         self._writer.start(profile="ppstream", library="ppstream")
         self._writer.add_metadata(METADATA, facts)
         self.flush()
+        self._empty_size = self.size
+
+    @property
+    def is_open(self) -> bool:
+        return self._output.is_open
+
+    @property
+    def is_empty(self) -> bool:
+        """True when no message was written."""
+        return self.size == self._empty_size
 
     @property
     def size(self) -> int:
@@ -260,6 +301,11 @@ class McapPart:
         finally:
             self._output.close()
 
+    def abandon(self) -> None:
+        """Leave the file as it is, without an index."""
+        if self.is_open:
+            self._output.close()
+
     def _schema(self, body: type[Body]) -> int:
         if body not in self._schemas:
             name, data = schema_name(body), json_schema(body)
@@ -275,6 +321,7 @@ class McapOutput:
         self._written = 0
         self._waiting = bytearray()  # for flush(), if it is a pipe: one write for many messages
         self.is_pipe = stat.S_ISFIFO(os.fstat(fd).st_mode)
+        self.is_open = True
 
     def write(self, data: bytes) -> int:
         if self.is_pipe:
@@ -293,6 +340,7 @@ class McapOutput:
         self._waiting = bytearray()
 
     def close(self) -> None:
+        self.is_open = False
         os.close(self._fd)
 
     def _write_all(self, data: bytes | bytearray) -> None:

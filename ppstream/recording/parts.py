@@ -33,11 +33,9 @@ def part_of(path: Path, step: int) -> Path | None:
     return path.with_name((first if number == 1 else f"{first}.part{number:03}") + path.suffix)
 
 
-def next_part(path: Path) -> NewFile:
-    """Make the file of the part behind ``path``. Raises OSError, also when it is there already."""
-    following = part_of(path, 1)
-    assert following is not None
-    return NewFile(following, os.open(following, os.O_WRONLY | os.O_CREAT | os.O_EXCL, FILE_MODE))
+def create(path: Path) -> int:
+    """A descriptor of a new file. Raises FileExistsError when there is one already."""
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, FILE_MODE)
 
 
 def new_file(path: Path) -> NewFile:
@@ -53,7 +51,6 @@ def new_file(path: Path) -> NewFile:
         parts = f"{glob.escape(chosen.stem)}.part*{glob.escape(path.suffix)}"
         if not any(path.parent.glob(parts)):
             with suppress(FileExistsError):
-                fd = os.open(chosen, os.O_WRONLY | os.O_CREAT | os.O_EXCL, FILE_MODE)
-                return NewFile(chosen, fd)
+                return NewFile(chosen, create(chosen))
         number += 1
         chosen = path.with_name(f"{path.stem}-{number}{path.suffix}")

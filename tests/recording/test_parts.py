@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import pickle
+import time
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -15,12 +17,14 @@ pytest.importorskip("mcap")
 
 from mcap.reader import make_reader
 from recording_files import with_camera
-from robot_rig import MS, make_chunk, make_config
+from robot_rig import MS, file_size_limit, make_chunk, make_config, wait_until
 
 from ppstream.config.schema import PipelineConfig
+from ppstream.core.clock import now_ns
 from ppstream.core.errors import ConfigError
 from ppstream.data.inputs import find_inputs
 from ppstream.recording.action_file import ActionFile
+from ppstream.recording.item_queue import ItemQueue
 from ppstream.recording.items import Cleared, Emitted, FrameItem, Item, RowWindow, SamplesItem
 from ppstream.recording.load import load_recording
 from ppstream.recording.mcap_writer import RecordFile
@@ -183,6 +187,50 @@ def test_a_folder_with_parts_has_one_recording(parts: list[Path], tmp_path: Path
     copies = copied(parts, tmp_path)
     copies[0].unlink()  # whoever needed the room
     assert [one.path for one in find_inputs([tmp_path])] == copies[1:2]
+
+
+@pytest.mark.parametrize("is_begun", [True, False], ids=["full later", "full at once"])
+def test_a_recording_goes_on_in_a_next_part_once_the_disk_has_room(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    is_begun: bool,
+) -> None:
+    path, asked = tmp_path / "run.mcap", []
+    full = os.statvfs_result((4096, 4096, 1000, 0, 0, 0, 0, 0, 0, 255))
+    monkeypatch.setattr(os, "statvfs", lambda folder: asked.append(folder) or full)
+    config = made_config(part_mb=1000)
+    queue = ItemQueue("recording", lambda: RecordFile(path, config, "run", "raw"), 10**8)
+    numbers = iter(range(RESET_TURN))
+
+    def put_one() -> None:
+        for item in turn(next(numbers)):
+            queue.put(item)
+
+    wait_until(path.exists)
+    with file_size_limit(300_000 if is_begun else CHUNK_BYTES // 8):
+        while not queue.statistics().failure:
+            put_one()
+            time.sleep(0.002)
+        wait_until(lambda: is_begun or not path.exists())  # of a part without a message nothing
+    queue.put(Cleared("arm", now_ns(), "session", {}))
+    put_one()
+    wait_until(lambda: len(asked) > 1, seconds=60)
+    assert queue.statistics().failure == "File too large"
+    monkeypatch.undo()
+    wait_until(lambda: not queue.statistics().failure, seconds=60)
+    put_one()
+    last = next(numbers) - 1
+    queue.close()
+    names = ["run.mcap", "run.part002.mcap"] if is_begun else ["run.mcap"]
+    assert sorted(one.name for one in tmp_path.iterdir()) == names
+    lost = queue.statistics().dropped
+    assert f"recording goes on, {lost} items are lost" in caplog.text
+    found = load_recording(path)
+    assert found.tracks["imu"].stamps_ns[-1] == (last + 1) * 10 * MS - MS
+    assert 0 < found.lost["imu"] < lost
+    assert [step.reason for step in found.steps] == ["session"]
 
 
 def test_a_new_recording_takes_no_name_whose_parts_are_there(tmp_path: Path) -> None:

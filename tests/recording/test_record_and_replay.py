@@ -432,6 +432,7 @@ def test_a_full_disk_ends_the_recording_whole_and_nothing_else(
     file = tmp_path / "run.mcap"
     config = recording_to(file, small_config())
     with Watched(config, tmp_path) as watched, file_size_limit(500_000):
+        (tmp_path / "run.part002.mcap").mkdir()  # nor is there room for a next part
         watched.record_until(lambda: watched.recorder.recording.statistics().failure)
         watched.assert_control_goes_on()
         watched.recorder.close()
