@@ -176,13 +176,13 @@ class Recorder:
     def losses(self) -> list[dict[str, Any]]:
         """Fields of an event for each queue that began or ceased to drop since the last call.
 
-        A queue's first loss is said, too.
+        A queue's first loss is said, too. One that has failed drops, whether anything comes or not.
         """
         news = []
         for queue in self.queues:
             queue.say_loss()
             found = queue.statistics()
-            is_dropping = found.dropped > self._dropped[queue]
+            is_dropping = found.dropped > self._dropped[queue] or bool(found.failure)
             self._dropped[queue] = found.dropped
             if is_dropping != (queue in self._dropping):
                 self._dropping ^= {queue}

@@ -427,14 +427,18 @@ def ends_with_a_record(data: bytes) -> bool:
 
 
 def test_a_full_disk_ends_the_recording_whole_and_nothing_else(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    full = os.statvfs_result((4096, 4096, 1000, 0, 0, 0, 0, 0, 0, 255))
+    monkeypatch.setattr(os, "statvfs", lambda _: full)  # nor is there room for a next part
     file = tmp_path / "run.mcap"
     config = recording_to(file, small_config())
     with Watched(config, tmp_path) as watched, file_size_limit(500_000):
-        (tmp_path / "run.part002.mcap").mkdir()  # nor is there room for a next part
         watched.record_until(lambda: watched.recorder.recording.statistics().failure)
         watched.assert_control_goes_on()
+        (told,) = watched.recorder.losses()
+        assert told["failure"] == "File too large"
+        assert watched.recorder.losses() == []  # nothing came, and nothing would be written
         watched.recorder.close()
     assert watched.recorder.recording.statistics().failure == "File too large"
     assert "recording stopped, the run goes on: File too large" in caplog.text
