@@ -5,11 +5,13 @@ For runs on a recording: two runs are compared bit for bit through these files.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from ppstream.core.errors import ConfigError
 from ppstream.wire.robot_messages import ActionChunk
 
 
@@ -31,12 +33,27 @@ class ActionFile:
         return None
 
     def close(self) -> None:
-        """Write what was emitted; an empty run writes empty arrays."""
+        """Write what was emitted; an empty run writes empty arrays.
+
+        Raises:
+            ConfigError: the disk is full or gone; what was in the file is there still.
+        """
         horizon = self._actions[0].shape[0] if self._actions else 0
         empty = np.zeros((0, horizon, self._action_dim), np.float32)
-        np.savez(
-            self._path,
-            window_end_ns=np.asarray(self._ends_ns, dtype=np.int64),
-            row=np.asarray(self._rows, dtype=np.int64),
-            actions=np.stack(self._actions) if self._actions else empty,
-        )
+        partial = self._path.with_name(f".{self._path.name}.{os.getpid()}")
+        try:
+            with partial.open("wb") as file:
+                np.savez(
+                    file,
+                    window_end_ns=np.asarray(self._ends_ns, dtype=np.int64),
+                    row=np.asarray(self._rows, dtype=np.int64),
+                    actions=np.stack(self._actions) if self._actions else empty,
+                )
+            partial.replace(self._path)
+        except OSError as error:
+            partial.unlink(missing_ok=True)
+            why = f"cannot write to {self._path}: {error.strerror or error}"
+            lost = f"its {len(self._actions)} chunks are lost"
+            raise ConfigError(
+                [f"service.actions_file: {why}; {lost}: make room, and replay again"]
+            ) from error

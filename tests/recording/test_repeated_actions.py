@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("mcap")
 
-from robot_rig import make_chunk, make_config
+from robot_rig import file_size_limit, make_chunk, make_config
 
 from ppstream.core.errors import ConfigError
 from ppstream.launch import commands
@@ -101,3 +101,14 @@ def test_what_is_no_replay_is_refused(tmp_path: Path) -> None:
     for name, says in recordings.items():
         with pytest.raises(ConfigError, match=f"{tmp_path / name}: .*{says}"):
             compare_actions(tmp_path / name, recording)
+
+
+def test_actions_that_find_no_room_are_one_line_and_leave_the_file_as_it_was(
+    tmp_path: Path,
+) -> None:
+    before = replayed(tmp_path, chunk(1)).read_bytes()
+    says = r"service.actions_file: cannot write to .*again.npz: File too large; its 2 chunks are"
+    with file_size_limit(100), pytest.raises(ConfigError, match=says):
+        replayed(tmp_path, chunk(1), chunk(2))
+    assert [one.name for one in tmp_path.iterdir()] == ["again.npz"]
+    assert (tmp_path / "again.npz").read_bytes() == before
