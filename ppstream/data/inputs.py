@@ -84,7 +84,8 @@ def find_inputs(paths: Iterable[str | Path]) -> list[DataInput]:
             found.append(DataInput(path))
         else:
             problems.append(f"{path}: there is no such file or folder")
-    found = [one for one in found if part_of(one.path, -1) not in {other.path for other in found}]
+    named = {one.path for one in found}
+    found = [one for one in found if part_of(one.path, -1) not in named]
     seen: dict[Any, DataInput] = {}
     for one in found:
         if other := seen.get((one.path.resolve(), one.episode)):

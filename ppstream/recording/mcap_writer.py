@@ -197,7 +197,8 @@ class RecordFile:
         singles = (self._message(item, pauses) for item in _single(items))
         found = [*_batches(items, self._streams), *singles]
         for message in sorted(found, key=lambda message: message.at_ns):
-            if self._path is not None and self._part.size >= self._part_bytes:
+            is_full = self._part.size >= self._part_bytes and not self._part.is_empty
+            if self._path is not None and is_full:
                 self._part.close(goes_on=True)
                 self._begin(self._path, 1)
             self._newest_ns = max(self._newest_ns, message.at_ns)

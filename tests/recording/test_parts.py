@@ -233,6 +233,12 @@ def test_a_recording_goes_on_in_a_next_part_once_the_disk_has_room(
     assert [step.reason for step in found.steps] == ["session"]
 
 
+def test_a_part_has_more_than_its_head_however_small_it_is_to_be(tmp_path: Path) -> None:
+    files = record(tmp_path / "run.mcap", made_config(part_mb=1e-6))
+    assert 1 < len(files) < TURNS / 10
+    assert len(load_recording(files[0]).tracks["imu"].stamps_ns) == TURNS
+
+
 def test_a_new_recording_takes_no_name_whose_parts_are_there(tmp_path: Path) -> None:
     record(tmp_path / "run.mcap", made_config())
     (tmp_path / "run.mcap").unlink()
