@@ -11,9 +11,9 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from ppstream.config.named_files import unreadable_file
 from ppstream.config.schema import GatewayConfig, PipelineConfig, StreamConfig
 from ppstream.core.errors import counted
 from ppstream.wire.endpoints import PORT_MAX, endpoint_problem, is_local
@@ -173,8 +173,8 @@ def _listen_problems(path: str, gateway: GatewayConfig) -> Iterator[str]:
         yield f"{path}.certfile: got it or keyfile alone, want both or neither"
     for name in ("api_key_file", "certfile", "keyfile", "secret_key", "server_key"):
         file = getattr(gateway, name)
-        if file is not None and not Path(file).is_file():
-            yield f"{path}.{name}: got {file!r}, which is not there; want a file"
+        if file is not None:
+            yield from unreadable_file(f"{path}.{name}", file)
 
 
 def is_loopback(host: str) -> bool:

@@ -204,8 +204,11 @@ def locate(name: str) -> Path:
     Raises:
         ConfigError: there is no such file, module or shipped configuration.
     """
-    if Path(name).is_file():
-        return Path(name).absolute()
+    try:
+        if Path(name).is_file():
+            return Path(name).absolute()
+    except PermissionError as error:
+        raise ConfigError([f"{name}: cannot be read: {error.strerror}"]) from error
     module, colon, file_name = name.rpartition(":")
     if not colon and not name.endswith(".toml") and "/" not in name:
         module, file_name = SHIPPED_PACKAGE, f"{name}.toml"

@@ -19,6 +19,7 @@ import msgspec
 from ppstream.config.action_rules import action_rule_problems
 from ppstream.config.device_rules import device_problems
 from ppstream.config.gateway_rules import gateway_problems, listen_address, listen_of
+from ppstream.config.named_files import unreadable_file, unwritable_folder
 from ppstream.config.schema import (
     CHANNELS,
     PipelineConfig,
@@ -27,7 +28,13 @@ from ppstream.config.schema import (
 from ppstream.config.window_ranges import range_problems
 from ppstream.core.clock import NS_PER_MS, NS_PER_S
 from ppstream.core.errors import counted
-from ppstream.wire.endpoints import endpoint_problem, folder_problem, is_local, unix_path
+from ppstream.wire.endpoints import (
+    endpoint_problem,
+    folder_problem,
+    is_local,
+    tcp_address,
+    unix_path,
+)
 from ppstream.wire.fields import MAX_SAMPLE_BYTES
 
 SHORTEST_NS: Final = 1  # clocks and stamps count whole nanoseconds
@@ -131,6 +138,9 @@ def _port_problems(config: PipelineConfig, ranks: int) -> Iterator[str]:
         address = listen_address(listen_of(gateway))
         if address is not None and address[0] in LOOPBACK_TOO:
             ports.append((f"gateway[{index}].listen", address[1]))
+    address = tcp_address(config.service.endpoint or "")
+    if address is not None and address[0] in LOOPBACK_TOO:
+        ports.append(("service.endpoint", address[1]))
     for path, port in ports:
         if port in taken:
             yield f"{path}: got port {port}, which {taken[port]} has; want another, or 0"
@@ -349,7 +359,7 @@ def _source_problems(config: PipelineConfig) -> Iterator[str]:
     if (name := service.actions_file) is not None:  # written when the recording was played
         if Path(name).suffix != ACTIONS_SUFFIX:
             yield f"service.actions_file: got {name!r}, want a {ACTIONS_SUFFIX} file"
-        yield from _unwritable_folder("service.actions_file", name)
+        yield from unwritable_folder("service.actions_file", name)
 
 
 def _record_problems(config: PipelineConfig) -> Iterator[str]:
@@ -358,15 +368,15 @@ def _record_problems(config: PipelineConfig) -> Iterator[str]:
         return
     if Path(name).suffix != RECORD_SUFFIX and not Path(name).is_fifo():
         yield f"record.file: got {name!r}, want a {RECORD_SUFFIX} file or a named pipe"
-    yield from _unwritable_folder("record.file", name)
+    yield from unwritable_folder("record.file", name)
 
 
 def _recording_problems(path: str, name: str | None) -> Iterator[str]:
     if name is None:
         return
-    if Path(name).is_dir():  # a ROS 2 bag
+    if os.path.isdir(name):
         return
-    yield from _missing_file(path, name)
+    yield from unreadable_file(path, name)
     if Path(name).suffix not in RECORDING_SUFFIXES:
         yield f"{path}: got {name!r}, want a file ending in {' or '.join(RECORDING_SUFFIXES)}"
 
@@ -375,7 +385,7 @@ def _weights_problems(config: PipelineConfig) -> Iterator[str]:
     weights = config.policy.weights
     if weights is None:
         return
-    yield from _missing_file("policy.weights", weights)
+    yield from unreadable_file("policy.weights", weights)
     suffix = Path(weights).suffix
     if suffix not in WEIGHTS_SUFFIXES:
         why = CODE_IN_WEIGHTS.get(suffix, "which may hold code")
@@ -461,13 +471,3 @@ def _repeated(path: str, names: list[str]) -> Iterator[str]:
     for name, count in Counter(names).items():
         if count > 1:
             yield f"{path}: got {name!r} {count} times, want each name once"
-
-
-def _unwritable_folder(path: str, name: str) -> Iterator[str]:
-    if not os.access(Path(name).parent, os.W_OK):
-        yield f"{path}: got {name!r}, want it in a folder that can be written to"
-
-
-def _missing_file(path: str, name: str) -> Iterator[str]:
-    if not Path(name).is_file():
-        yield f"{path}: got {name!r}, which is not there; want a file"

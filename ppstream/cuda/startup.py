@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 CONNECTIONS: Final = "CUDA_DEVICE_MAX_CONNECTIONS"
 CONNECTIONS_MIN: Final = 32
 
+VISIBLE: Final = "CUDA_VISIBLE_DEVICES"
 NVML: Final = "libnvidia-ml.so.1"  # a part of the driver
 RELEASE_BYTES: Final = 80  # as NVML wants at least
 
@@ -116,15 +117,25 @@ def peer_access(config: PipelineConfig) -> bool:
     return all(has_peer_access(one, other) for one, other in pairs)
 
 
-def missing(config: PipelineConfig) -> list[str]:
-    """Devices that the configuration names and this machine has not, as problems."""
-    named = [("rank0", config.placement.rank0)]
-    named += (("policy", device) for device in config.placement.policy)
+def missing(config: PipelineConfig, *, is_inline: bool) -> list[str]:
+    """Devices that the ranks of a run need and this machine has not, as problems."""
+    if is_inline:
+        named = [("policy", config.placement.policy[0])]
+    else:
+        named = [("rank0", config.placement.rank0)]
+        named += (("policy", device) for device in config.placement.policy)
+    hidden = os.environ.get(VISIBLE)
+    why = "" if hidden is None else f" ({VISIBLE} is {hidden!r})"
     return [
-        f"placement.{rank}: got {device}, but this machine has {_count_text()}"
-        for rank, device in named
-        if device != "cpu" and device_facts(device) is None
+        f"placement.{rank}: got {device}, but this machine has {_count_text()}{why}"
+        for rank, device in dict.fromkeys(named)
+        if device != "cpu" and not _is_there(device)
     ]
+
+
+def _is_there(device: str) -> bool:
+    index = torch.device(device).index or 0
+    return torch.cuda.is_available() and index < torch.cuda.device_count()
 
 
 def device_to_build_on(config: PipelineConfig) -> torch.device:
@@ -180,8 +191,7 @@ def _count_text() -> str:
 
 def device_facts(device: str) -> DeviceFacts | None:
     """Returns what is known of a device; None when it is not there."""
-    index = torch.device(device).index or 0
-    if not torch.cuda.is_available() or index >= torch.cuda.device_count():
+    if not _is_there(device):
         return None
-    about = torch.cuda.get_device_properties(index)
+    about = torch.cuda.get_device_properties(torch.device(device).index or 0)
     return DeviceFacts(about.name, about.total_memory, f"sm_{about.major}{about.minor}")

@@ -55,7 +55,7 @@ def describe(config: PipelineConfig, world_size: int, local_world_size: int | No
             local_world_size or world_size,
             has_peer_access=startup.peer_access(config),
         )
-        found += startup.missing(config)
+        found += startup.missing(config, is_inline=world_size == 1)
     places: tuple[Place, ...] = ()  # none: the cut is chosen at the start
     with collecting(found):
         parts = build_parts(config, startup.device_to_build_on(config))

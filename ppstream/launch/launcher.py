@@ -96,7 +96,12 @@ def _act(args: argparse.Namespace, action: Action) -> int:
 
 def _run(config: PipelineConfig, args: argparse.Namespace, problems: list[str]) -> int:
     count = args.nproc or ranks_wanted(config)
-    if found := [*problems, *problems_here(config, count)]:
+    found = [*problems, *problems_here(config, count)]
+    if not problems and {config.placement.rank0, *config.placement.policy} != {"cpu"}:
+        with uncollected():  # torch, which starts the ranks, too
+            from ppstream.cuda import startup
+        found += startup.missing(config, is_inline=count == 1)
+    if found:
         raise ConfigError(found)
     for line in warnings(config):
         print(f"ppstream: warning: {line}", file=sys.stderr, flush=True)

@@ -49,6 +49,14 @@ def unix_path(endpoint: str) -> str | None:
     return endpoint.removeprefix("unix://").replace("{uid}", str(os.geteuid()))
 
 
+def tcp_address(endpoint: str) -> tuple[str, int] | None:
+    """Returns ADDRESS and PORT of a sound ``tcp://ADDRESS:PORT``, 0 for ``*``; None: no TCP."""
+    match = _TCP.fullmatch(endpoint)
+    if match is None:
+        return None
+    return match["host"].strip("[]"), int(match["port"].replace("*", "0"))
+
+
 def folder_problem(path: Path, *, is_shared: bool) -> str | None:
     """Returns the reason why no socket may lie at ``path``; None: it may.
 

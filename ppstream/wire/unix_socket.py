@@ -470,21 +470,22 @@ def _locked(folder: Path) -> Iterator[None]:
 
 def _remove_stale(path: Path) -> None:
     """Remove the file of a server that has ended."""
+    if problem := taken_problem(path):
+        raise ConfigError([f"cannot listen on 'unix://{path}': {problem}"])
+    path.unlink(missing_ok=True)
+
+
+def taken_problem(path: Path) -> str | None:
+    """Returns why no server can begin to listen at ``path`` now; None: there is none of that."""
     try:
-        mode = path.lstat().st_mode
+        if not stat.S_ISSOCK(path.lstat().st_mode):
+            return "it is a file and no socket"
     except FileNotFoundError:
-        return
-    if not stat.S_ISSOCK(mode):
-        raise ConfigError([f"cannot listen on 'unix://{path}': it is a file and no socket"])
+        return None
     with seqpacket() as probe:
-        if probe.connect_ex(str(path)) != errno.ECONNREFUSED:
-            raise ConfigError(
-                [
-                    f"cannot listen on 'unix://{path}': in use by a running server; end it, or "
-                    "give each run an endpoint of its own"
-                ]
-            )
-    path.unlink()
+        is_ended = probe.connect_ex(str(path)) in (errno.ECONNREFUSED, errno.ENOENT)
+    server = "in use by a running server; end it, or give each run an endpoint of its own"
+    return None if is_ended else server
 
 
 def _identity(path: Path) -> tuple[Any, ...]:

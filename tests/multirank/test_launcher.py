@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -328,13 +329,33 @@ def test_a_mistake_in_the_configuration_starts_nothing(tmp_path: Path) -> None:
 
 
 def test_all_that_ranks_would_refuse_on_this_host_is_told_at_once(tmp_path: Path) -> None:
-    wrong = "log.root=/proc/none", "metrics.port=65533"
+    wrong = "log.root=/proc/none", "metrics.port=65533", "policy.target=nobody_here:build"
     with launched(tmp_path, *wrong, options=("--nproc=4",)) as run:
         assert run.wait() == 11
         assert "metrics.port: got 65533, want 65532 at most with 4 ranks" in run.text()
         assert "world size: got 4 ranks, want 2 (pipelined)" in run.text()
         assert "log.root: cannot write to /proc/none: No such file" in run.text()
-        assert run.last_line() == "ppstream: exit 11 CONFIG 3 problems, listed above"
+        assert "policy.target: got 'nobody_here:build', but there is no module" in run.text()
+        assert run.last_line() == "ppstream: exit 11 CONFIG 4 problems, listed above"
+
+
+def test_an_address_that_another_program_has_is_told_before_ranks_start(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with launched(tmp_path, f"service.endpoint=tcp://127.0.0.1:{port}") as run:
+            assert run.wait() == 11
+            told = f"service.endpoint: cannot listen on 127.0.0.1:{port}: Address already in use"
+            assert told in run.text()
+            assert run.last_line() == "ppstream: exit 11 CONFIG 1 problem, listed above"
+    assert not (tmp_path / "latest").exists()
+
+
+def test_a_device_that_is_not_there_is_told_before_ranks_start(tmp_path: Path) -> None:
+    with launched(tmp_path, "placement.policy=cuda:99") as run:
+        assert run.wait() == 11
+        assert "placement.policy: got cuda:99, but this machine has " in run.text()
+        assert run.last_line() == "ppstream: exit 11 CONFIG 1 problem, listed above"
+    assert not (tmp_path / "latest").exists()
 
 
 def test_a_lone_rank_whose_interpreter_is_held_is_ended_with_its_stacks(tmp_path: Path) -> None:
