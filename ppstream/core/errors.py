@@ -118,7 +118,8 @@ class PeerLeftError(PeerLostError):
         is_ours = theirs is ExitCode.DRAINED or theirs in FINAL_CODES
         self.exit_code = theirs if is_ours else ExitCode.PEER_LOST
         self.reported = f"exit {code} {theirs.name} {reason}"
-        super().__init__(f"{OTHER_LEFT} {code} {theirs.name}: {reason}")
+        is_passed_on = reason.startswith(OTHER_LEFT)
+        super().__init__(reason if is_passed_on else f"{OTHER_LEFT} {code} {theirs.name}: {reason}")
 
 
 class StoppedEarlyError(BaseException):

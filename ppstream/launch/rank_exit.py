@@ -133,8 +133,8 @@ class RankEnd:
         try:
             self.record(code, reason)
             _end_all(filter(None, map(HeldProcess.of, descendants(os.getpid()))))
-            if code is not ExitCode.DRAINED:
-                self.print_first_failure(code)
+            if code is not ExitCode.DRAINED and (told := self.print_first_failure(code)):
+                reason = reason.replace(f": {told}", "", 1)
         except Exception as error:  # noqa: BLE001 - the last line is told whatever else failed
             self.complain("the end is not told in full", error)
         if self.rank == 0 or code is not ExitCode.DRAINED:
@@ -153,22 +153,32 @@ class RankEnd:
             text = f"{type(error).__name__}: {error}".partition("\n")[0]
             _print(f"ppstream: rank {self.rank}: {what}: {text}")
 
-    def print_first_failure(self, code: ExitCode) -> None:
-        """One line that stands above the launcher's many, unless it is this rank itself."""
+    def print_first_failure(self, code: ExitCode) -> str:
+        """One line that stands above the launcher's many, unless it is this rank itself.
+
+        Several ranks of a host print it once. Returns what the first one said, if all of it stands
+        in the output of this host.
+        """
         first = self.run and self.run.failed_before(self.rank, self.generation)
+        said = ""
         if self.launcher_lost is not None:
-            return  # the last line says it
+            return ""  # the last line says it
         if first:
-            text = f"rank {first[0]}: {first[1].reported.partition(chr(10))[0]}"
+            rank, said = f"rank {first[0]}", first[1].reported
         elif self.peer_reason is not None:
-            text = f"{self._another[0]}: {self.peer_reason.partition(chr(10))[0]}"
-        elif code is ExitCode.PEER_LOST:
-            who, status = self._another
-            found = "it left no exit code" if self.peers else "no handshake; read its output"
-            text = f"{who}: {found} ({status or 'killed, crashed, or out of reach'})"
+            rank, said = self._another[0], self.peer_reason
+        elif code is not ExitCode.PEER_LOST:
+            return ""
         else:
-            return
-        _print(f"ppstream: first to fail: {text}")
+            rank, status = self._another
+            found = "it left no exit code" if self.peers else "no handshake; read its output"
+            text = f"{rank}: {found} ({status or 'killed, crashed, or out of reach'})"
+        if said:
+            text = f"{rank}: {said.partition(chr(10))[0]}"
+        if self.run is None or self.run.is_untold(text, self.generation):
+            _print(f"ppstream: first to fail: {text}")
+        is_whole = first or chr(10) not in said
+        return said.split(" ", 3)[-1] if said and is_whole else ""
 
     def save_nccl_dump(self, code: ExitCode) -> None:
         """Keeps NCCL's record if this rank ends because something is stuck: before links close."""

@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, Final
 
@@ -35,6 +36,7 @@ LAUNCHER_RUN: Final = "TORCHELASTIC_RUN_ID"  # of a rank that torchrun's agent h
 ROBOT_STORY: Final = "robot.txt"  # what the embedded robot says at its end
 DIRECTORY_MODE: Final = 0o750
 RUN_NAME: Final = re.compile(r"\d{8}T\d{6}-[0-9a-f]{6}")
+TOLD_DIGITS: Final = 16
 LOCK_TRIES: Final = 50
 LOCK_PAUSE_S: Final = 0.02  # a process that holds it for longer is stopped
 
@@ -254,6 +256,17 @@ class Run:
         if first is None or first[0] == rank:
             return None
         return first[0], PeerLeftError(first[1]["code"], first[1]["reason"])
+
+    def is_untold(self, text: str, generation: int) -> bool:
+        """True for the first rank of this host that asks, and where that cannot be told."""
+        name = sha256(f"{generation} {text}".encode()).hexdigest()[:TOLD_DIGITS]
+        try:
+            (self.directory / f".told.{name}").touch(exist_ok=False)
+        except FileExistsError:
+            return False
+        except OSError:  # the folder is gone, or the disk is full
+            return True
+        return True
 
     def final_code(self) -> ExitCode | None:
         """Returns an earlier generation's exit code, when restarting cannot improve it."""

@@ -87,6 +87,37 @@ def test_the_rank_that_failed_first_is_named(tmp_path, capfd):
     assert failing(tmp_path, 0, capfd, code=ExitCode.WATCHDOG) == ""  # its own line says it
 
 
+def test_ranks_of_a_host_name_the_first_failure_once_and_say_behind_it_no_more_than_its_code(
+    tmp_path, capfd
+):
+    why = "policy.target: it raised\nand more"
+    run = Run(tmp_path)
+    run.record_exit(2, ExitCode.CONFIG, why)
+    passed_on = PeerLeftError(11, str(PeerLeftError(11, why)))
+    assert str(passed_on) == f"the other rank left with 11 CONFIG: {why}"
+    for rank in (0, 1, 3):
+        end = RankEnd(rank)
+        end.run = run
+        assert end.print_first_failure(ExitCode.CONFIG) == why
+    said = "ppstream: first to fail: rank 2: exit 11 CONFIG policy.target: it raised\n"
+    assert capfd.readouterr().err == said
+    run.record_exit(2, ExitCode.CONFIG, why, generation=1)
+    end = RankEnd(0, generation=1)
+    end.run = run
+    end.print_first_failure(ExitCode.CONFIG)
+    assert capfd.readouterr().err == said
+
+
+def test_of_another_host_s_failure_all_lines_stay_with_the_rank_that_was_told(tmp_path, capfd):
+    end = RankEnd(0)
+    end.run = Run(tmp_path)
+    end.peer_reason = "exit 11 CONFIG one\ntwo"
+    assert end.print_first_failure(ExitCode.CONFIG) == ""
+    end.peer_reason = "exit 11 CONFIG one"
+    assert end.print_first_failure(ExitCode.CONFIG) == "one"
+    assert capfd.readouterr().err == "ppstream: first to fail: rank 1: exit 11 CONFIG one\n"
+
+
 def test_a_rank_that_did_not_come_is_named_and_one_that_said_why_is_quoted(tmp_path, capfd):
     assert "rank 1: no handshake; read its output (killed, crashed, " in failing(tmp_path, 0, capfd)
     said = failing(tmp_path, 0, capfd, peer_reason="exit 26 POLICY_OUTPUT why")

@@ -417,6 +417,12 @@ def test_a_run_whose_policy_rank_fails_first_ends_with_its_code(tmp_path: Path) 
     with launched(tmp_path, "policy.target=leaving_policy:build", config=config) as run:
         assert run.wait() == 26, run.text()
         assert run.last_line() == f"ppstream: exit 26 POLICY_OUTPUT {run.log.directory}"
+        why = run.log.exits()["1"]["reason"]
+        assert [line for line in run.text().splitlines() if why in line] == [
+            f"ppstream: rank 1: exit 26 POLICY_OUTPUT {why}",
+            f"ppstream: first to fail: rank 1: exit 26 POLICY_OUTPUT {why}",
+        ]
+        assert "ppstream: exit 20 PEER_LOST the other rank left with 26 POLICY_OUTPUT" in run.text()
         assert {rank: end["code"] for rank, end in run.log.exits().items()} == {"0": 20, "1": 26}
         assert json.loads((run.log.directory / "run.json").read_text())["exit_code"] == 26
 

@@ -177,8 +177,8 @@ MUTANTS: Final = (
     Mutant(
         "the rank that failed first is named",
         "ppstream/launch/rank_exit.py",
-        "            self.print_first_failure(code)\n",
-        "            pass\n",
+        "(told := self.print_first_failure(code))",
+        '(told := "")',
         "kill-policy-rank",
     ),
     Mutant(
