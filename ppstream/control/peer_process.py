@@ -25,6 +25,7 @@ MS_PER_S: Final = 1000
 START_TIME: Final = 22 - 3  # field of /proc/PID/stat, counted behind the name
 EXIT_STATUS: Final = 52 - 3
 GUARDED: Final = "PPSTREAM_GUARDED_RANK"  # a rank's guard has this and no RANK (launch/guard.py)
+STACKS_S: Final = 0.1  # for a rank that is about to be ended to write its stacks
 BEREFT_S: Final = 2.0  # a module whose starter is gone ends by itself within this, or is made to
 SAME: Final = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
 
@@ -102,6 +103,12 @@ class HeldProcess:
         """Kill it, stopped or not."""
         self.ended_with = self.ended_with or ""
         self.signal(signal.SIGKILL)
+
+    def end_with_stacks(self) -> None:
+        """Kill it once it has had the time to write its stacks, also if its interpreter is held."""
+        self.signal(signal.SIGQUIT)
+        self.wait_gone(STACKS_S)
+        self.end()
 
     def signal(self, number: int) -> None:
         """Send it a signal, unless it is gone."""

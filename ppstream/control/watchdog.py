@@ -5,7 +5,8 @@ other rank is not its business: that is the heartbeat's (``peer.py``, ``heartbea
 interpreter itself is held, by a call into C that never lets go of it, no Python thread can run: the
 other rank notices the silence, and has this one write its stacks by SIGQUIT before it ends it. A
 timer could write them, too, but reads frames of threads that may be running after all. Of a lone
-rank ``ppstream run`` notices: the time of the stacks' file says by when this thread looks again.
+rank a process beside it notices (``launch/held_rank.py``): the time of the stacks' file says by
+when this thread looks again.
 """
 
 from __future__ import annotations

@@ -25,14 +25,12 @@ from typing import TYPE_CHECKING, Final
 from ppstream.config import load
 from ppstream.config.doubts import warnings
 from ppstream.control.peer_process import HeldProcess, descendants, ranks_started_by, status_text
-from ppstream.control.watchdog import overdue_ns
-from ppstream.core.clock import now_ns
 from ppstream.core.errors import ConfigError, ExitCode
 from ppstream.core.interpreter import uncollected
 from ppstream.launch.guard import STOP_SIGNALS, on_stop
 from ppstream.launch.placement import ranks_wanted
 from ppstream.launch.progress import CLEAR
-from ppstream.launch.rank_exit import CLOSE_GRACE_S, STACKS_S, RankEnd
+from ppstream.launch.rank_exit import CLOSE_GRACE_S, RankEnd
 from ppstream.launch.requirements import (
     PYTHON_MIN,
     missing_packages,
@@ -49,7 +47,6 @@ if TYPE_CHECKING:
 LEAD_S: Final = 0.2
 SPARE_S: Final = 5.0  # on top of what the ranks need to drain and close
 SILENT_LOOKS: Final = 10  # LEAD_S each: a stop that takes longer is told what it waits for
-HELD_LOOKS: Final = 5  # LEAD_S each: between two looks at whether a lone rank's threads run
 HERE: Final = "127.0.0.1"  # a host's own name may take a resolver seconds
 
 
@@ -124,7 +121,6 @@ class RankLauncher:
         self._config = config
         self._count = count
         self._asked: int | None = None  # the signal that asked the run to stop
-        self._is_held = False  # at the newest look
         self._is_told = False  # how long a stop may take; from then on SIGINT ends the ranks
         self._cut_short = ""  # why ranks were ended that had not left
         self._failures: Mapping[int, int] = {}
@@ -137,10 +133,8 @@ class RankLauncher:
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does
         on_stop(self._stop)
         threading.Thread(target=self._launch, args=(arguments,), daemon=True).start()
-        looks = itertools.count(1)
-        while not self._over.wait(LEAD_S):  # without limit it may miss a signal of another thread
-            if self._count == 1 and next(looks) % HELD_LOOKS == 0:
-                self._end_if_held()
+        while not self._over.wait(LEAD_S):
+            pass  # without limit it may miss a signal of another thread
         if self._fault is not None:
             RankEnd(0).print_last_line(
                 ExitCode.INTERNAL, f"the ranks could not be started: {self._fault}"
@@ -164,36 +158,6 @@ class RankLauncher:
         except BaseException as error:  # noqa: BLE001 - the top of a thread: the main one says it
             self._fault = error
         self._over.set()
-
-    def _end_if_held(self) -> None:
-        """End a lone rank whose watchdog cannot look: a call into C holds its interpreter.
-
-        Of several ranks another one hears the silence. One that was stopped gets time to look.
-        """
-        run, was_held, self._is_held = self._own_run(), self._is_held, False
-        if run is None:
-            return
-        stacks, liveness = run.stacks_path(0, 0), self._config.liveness
-        if overdue_ns(stacks, now_ns()) <= 0:
-            return
-        pid = ranks_started_by(os.getpid()).get(0)
-        process = HeldProcess.of(pid) if pid is not None else None
-        if process is None:
-            return
-        self._is_held = process.state() not in ("T", "t")
-        if self._is_held and was_held:
-            process.signal(signal.SIGQUIT)  # its stacks
-            process.wait_gone(STACKS_S)
-            text = (
-                "no Python thread of rank 0 could run for longer than one may stand still "
-                f"(liveness.watchdog_s = {liveness.watchdog_s:g}, start_s = {liveness.start_s:g} "
-                f"before ready): a call into C holds the interpreter (all stacks: {stacks})"
-            )
-            with suppress(OSError):
-                run.record_exit(0, ExitCode.WATCHDOG, text)
-            self._cut_short = f"{text}; "
-            self._end_ranks(-1)
-        process.close()
 
     def _stop(self, number: int, _frame: FrameType | None) -> None:
         """Ask the ranks to drain; once, or have them end where that takes long and SIGINT comes."""

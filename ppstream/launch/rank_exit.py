@@ -32,7 +32,6 @@ SEE_OUT_S: Final = LOST_GRACE_S + 1.0  # a policy rank that has not left by then
 BEREFT_SEE_OUT_S: Final = 0.7  # the same when the launcher is gone: nobody else would end it
 ZOMBIE_S: Final = 0.1  # from the end of a process's sockets to its own
 TELL_LIMIT_S: Final = 2.0  # a disk or terminal that stands cannot hold up the end
-STACKS_S: Final = 0.1  # for a rank that is about to be ended to write its stacks
 STDERR: Final = 2
 CLEANER: Final = "multiprocessing.resource_tracker"  # leaves by itself when its work is done
 COMMAND_SHOWN: Final = 80  # characters
@@ -383,9 +382,7 @@ class RankEnd:
             if is_patient:
                 return ""
             state = process.state()
-            process.signal(signal.SIGQUIT)  # its stacks, also where its interpreter is held
-            process.wait_gone(STACKS_S)
-            process.end()
+            process.end_with_stacks()
             done = f"; its process {process.pid} (state {state}) was ended"
         others = (pid for pid in everybody() if pid != process.pid)
         forks = _end_all(of_rank(rank, os.environ, others))

@@ -30,7 +30,7 @@ from ppstream.core.version import VERSION
 from ppstream.cuda import startup
 from ppstream.ingest.intake import Intake, build_intake
 from ppstream.ingest.sources import served_recording
-from ppstream.launch import auto_cut, device_ranks, handshake, rank_exit
+from ppstream.launch import auto_cut, device_ranks, handshake, held_rank, rank_exit
 from ppstream.launch.course import Course, start_watchdog
 from ppstream.launch.monitoring import Monitoring
 from ppstream.launch.placement import Placement
@@ -99,6 +99,8 @@ def run_front(
         if not placement.is_inline:
             launcher = open_store(timeout_s=config.liveness.handshake_s)
             end.generation = begin_generation(launcher, end.generation)
+        elif end.takes_signals:  # a process of its own
+            held_rank.watch_from_outside(config, end, stack)
         stack.callback(start_watchdog(config, course, end).stop)
         stack.enter_context(Progress(WayToReady(course), "rank 0"))
         run.describe(weights_sha256=handshake.hash_weights(config, course, launcher))

@@ -17,13 +17,23 @@ from typing import Any
 
 import pytest
 from forked_process import ForkedProcess
-from ranks import BRIEF, CONFIG, NOTICED_BY, SERIAL, SERVED, Ranks, environment_without_ranks
+from ranks import (
+    BRIEF,
+    CONFIG,
+    NOTICED_BY,
+    SERIAL,
+    SERVE,
+    SERVED,
+    Ranks,
+    environment_without_ranks,
+)
 from robot_rig import wait_until
 
-from ppstream.control.peer_process import HeldProcess, children, ranks_started_by
+from ppstream.control.peer_process import HeldProcess, children, command, ranks_started_by
 from ppstream.control.watchdog import overdue_ns
 from ppstream.core.clock import now_ns
-from ppstream.launch.launcher import HELD_LOOKS, LEAD_S
+from ppstream.launch.held_rank import LOOK_S
+from ppstream.launch.launcher import LEAD_S
 from ppstream.observe.run_folder import Run
 
 pytestmark = pytest.mark.multirank
@@ -52,6 +62,7 @@ def build(options, device):
     return Leaving(simulated.build(options, device))
 """
 TOOLS = str(Path(__file__).resolve().parents[2] / "tools")
+FINDS_TOOLS = {"PYTHONPATH": TOOLS}
 END_LIMIT_S = 60.0
 GONE_LIMIT_S = 20.0  # ranks whose launcher is gone; they would stay for good
 
@@ -358,18 +369,47 @@ def test_a_device_that_is_not_there_is_told_before_ranks_start(tmp_path: Path) -
     assert not (tmp_path / "latest").exists()
 
 
-def test_a_lone_rank_whose_interpreter_is_held_is_ended_with_its_stacks(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_launched", [True, False], ids=["run", "torchrun"])
+def test_a_lone_rank_whose_interpreter_is_held_is_ended_with_its_stacks(
+    tmp_path: Path, is_launched: bool
+) -> None:
     """Its own watchdog cannot look: it is a thread of that interpreter."""
     holding = (*STANDING, "policy.options.holds=true")
     holding += ("liveness.start_s=2", "liveness.watchdog_s=2")
-    with launched(tmp_path, *holding, options=("--nproc", "1")) as run:
-        assert run.wait() == 21, run.text()
-        line = run.last_line()
-        assert line.startswith("ppstream: exit 21 WATCHDOG no Python thread of rank 0 could run")
-        stacks = re.search(r"\(all stacks: (.*)\)", line)
-        assert stacks, line
-        assert "standing_policy.py" in Path(stacks[1]).read_text()
-        assert run.log.exits()["0"]["code"] == 21
+    if is_launched:
+        with launched(tmp_path, *holding, options=("--nproc", "1")) as run:
+            assert run.wait() == 21, run.text()
+            log, text = run.log, run.text()
+            assert run.last_line() == f"ppstream: exit 21 WATCHDOG {log.directory}"
+    else:
+        with Ranks(tmp_path, *holding, world_size=1, module=SERVE, env=FINDS_TOOLS) as log:
+            assert log.wait() == [-signal.SIGKILL], log.output()
+            text = log.output()
+    held = "ppstream: exit 21 WATCHDOG no Python thread of rank 0 could run"
+    (line,) = [line for line in text.splitlines() if line.startswith(held)]
+    stacks = re.search(r"\(all stacks: (.*)\)$", line)
+    assert stacks, line
+    assert "standing_policy.py" in Path(stacks[1]).read_text()
+    end = log.exits()["0"]
+    assert (end["code"], f"ppstream: exit 21 WATCHDOG {end['reason']}") == (21, line)
+    manifest = json.loads((log.directory / "run.json").read_text())
+    assert manifest["exit_code"] == 21
+    assert manifest["finished_utc"] is not None
+
+
+def test_a_lone_rank_that_drains_leaves_nothing_that_looks_at_it(tmp_path: Path) -> None:
+    with launched(tmp_path, *SERVE_ON, options=("--nproc", "1")) as run:
+        wait_until(lambda: run.has_ranks(1), seconds=40)
+        wait_until((tmp_path / "latest").exists, seconds=40)
+        run.log.wait_for_event("phase", phase="ready")
+        (beside,) = children(run.ranks[0].pid)
+        process = HeldProcess.of(beside)
+        assert process is not None
+        assert "held_rank" in command(beside)
+        run.ranks[0].signal(signal.SIGTERM)
+        assert run.wait() == 0, run.text()
+        assert process.wait_gone(GONE_LIMIT_S)
+        process.close()
 
 
 def test_a_lone_rank_that_is_stopped_and_goes_on_is_left_alone(tmp_path: Path) -> None:
@@ -379,7 +419,7 @@ def test_a_lone_rank_that_is_stopped_and_goes_on_is_left_alone(tmp_path: Path) -
         wait_until((tmp_path / "latest").exists, seconds=40)
         run.log.wait_for_event("phase", phase="ready")
         (stacks,) = (tmp_path / "latest").glob("*.stacks.txt")
-        looked_twice_ns = 2 * round(HELD_LOOKS * LEAD_S * 1e9)
+        looked_twice_ns = round(2 * LOOK_S * 1e9)
         wait_until(lambda: overdue_ns(stacks, now_ns()) > -3e9)  # it has looked since ready
         run.ranks[0].signal(signal.SIGSTOP)
         wait_until(lambda: overdue_ns(stacks, now_ns()) > looked_twice_ns)

@@ -86,8 +86,8 @@ MUTANTS: Final = (
     Mutant(
         "the survivor ends a frozen process",
         "ppstream/launch/rank_exit.py",
-        "            process.end()\n            done =",
-        "            done =",
+        "            process.end_with_stacks()\n",
+        "",
         "freeze-rank-0",
     ),
     Mutant(
