@@ -18,6 +18,12 @@ from ppstream.config.schema import PipelineConfig
 from ppstream.config.validate import NONE, normalise
 
 
+def as_tables(config: PipelineConfig) -> dict[str, Any]:
+    """``config`` as another rank, and a reader of run.json, see it: dictionaries and lists."""
+    tables: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(config))
+    return tables
+
+
 def as_toml(config: PipelineConfig, folder: Path | None = None) -> str:
     """Every value of ``config``, defaults included, as a TOML document.
 

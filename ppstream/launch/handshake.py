@@ -14,7 +14,6 @@ import platform
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from hashlib import sha256
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
@@ -23,6 +22,7 @@ import msgspec
 import torch
 
 from ppstream.config.schema import PipelineConfig
+from ppstream.config.to_toml import as_tables
 from ppstream.control.generation import tell_busy, tell_generation
 from ppstream.control.heartbeat import HeartbeatThread
 from ppstream.control.launcher_store import LauncherStore
@@ -45,6 +45,7 @@ from ppstream.links.protocol import Neighbours
 from ppstream.links.slots import BACK, Position
 from ppstream.observe.run_folder import Run, boot_id
 from ppstream.policy.compatibility import other_parts, places_of
+from ppstream.policy.fingerprint import file_digest
 from ppstream.policy.parts import PartSpecs, Place, blind_reads
 from ppstream.wire.fields import WIRE_MAJOR, WIRE_MINOR
 from ppstream.wire.rank_messages import (
@@ -70,24 +71,25 @@ SAME_WEIGHTS: Final = (
     "the policy has other weights on each rank, where all need the same: load them from one file, "
     "or draw them from one seed"
 )
+SHARED_WEIGHTS: Final = (
+    "parts on different ranks share a module, and each rank built another one: load its weights "
+    "from one file, or draw them from one seed"
+)
 NO_WEIGHTS: Final[Mapping[str, str]] = {}
-PIECE_BYTES: Final = 1 << 20
 TELL_NS: Final = NS_PER_S // 5
 TEST_HOOK_PREFIX: Final = "PPSTREAM_TEST_"
 
 _nccl: Final[Any] = torch.cuda.nccl  # torch does not annotate its methods
-_digests: Final[dict[tuple[str, int, int], str]] = {}  # by path, time of change and size
 
 
 def configuration_facts(config: PipelineConfig) -> dict[str, dict[str, Any]]:
     """This rank's resolved facts, by key class."""
-    tables = msgspec.json.decode(msgspec.json.encode(config))  # as the other rank will see it
     equal = {
         f"config.{path}": value
-        for path, value in _flatten(tables)
+        for path, value in _flatten(as_tables(config))
         if path.partition(".")[0] not in RANK0_ONLY
     }
-    equal["config.policy.weights"] = weights_digest(config.policy.weights)
+    equal["config.policy.weights"] = file_digest(config.policy.weights)
     equal["protocol"] = WIRE_MAJOR
     equal["ppstream"] = VERSION
     equal["test_hooks"] = sorted(
@@ -147,7 +149,7 @@ def compare_facts(mine: Mapping[str, Any], theirs: Mapping[str, Any], their_rank
 
 
 def hash_weights(config: PipelineConfig, course: Course, store: LauncherStore | None) -> str | None:
-    """As ``weights_digest``: of gigabytes, before a rank waits for others.
+    """As ``file_digest``: of gigabytes, before a rank waits for others.
 
     Those that wait for this one hear meanwhile through ``store``, the whole of it, that it lives.
     """
@@ -160,34 +162,7 @@ def hash_weights(config: PipelineConfig, course: Course, store: LauncherStore | 
             told_ns = now_ns()
 
     with course.step("the hash of policy.weights"):
-        return weights_digest(config.policy.weights, tell)
-
-
-def weights_digest(path: str | None, on_read: Callable[[], None] = lambda: None) -> str | None:
-    """SHA-256 of the file of weights, wherever each host keeps it; None: there is none.
-
-    A file is read once, until it changes; ``on_read`` is called behind each piece.
-
-    Raises:
-        ConfigError: the file cannot be read.
-    """
-    if path is None:
-        return None
-    digest = sha256()
-    try:
-        seen = Path(path).stat()
-        state = path, seen.st_mtime_ns, seen.st_size
-        if state in _digests:
-            return _digests[state]
-        with Path(path).open("rb", buffering=0) as file:
-            while piece := file.read(PIECE_BYTES):
-                digest.update(piece)
-                on_read()
-    except OSError as error:
-        text = f"policy.weights: {path} cannot be read: {error.strerror}; let this user read it"
-        raise ConfigError([text]) from error
-    _digests[state] = digest.hexdigest()
-    return _digests[state]
+        return file_digest(config.policy.weights, tell)
 
 
 def _flatten(value: Any, path: str = "") -> list[tuple[str, Any]]:
@@ -336,16 +311,20 @@ def _expect_token(peer: Peer, token: str, limit_s: float, where: str) -> None:
 
 
 def agree_on_parts(
-    config: PipelineConfig, peers: Sequence[Peer], window: tuple[TensorSpec, ...]
+    config: PipelineConfig,
+    peers: Sequence[Peer],
+    window: tuple[TensorSpec, ...],
+    shared: Mapping[str, str] = NO_WEIGHTS,
 ) -> tuple[tuple[Place, ...], int, dict[str, bool]]:
     """Waits until each rank has built its parts; returns the places, once all tensors fit.
 
     Behind them, how far ahead of envelopes all of it may be queued (``LinkShape.ahead``), which the
-    policy ranks hear, too, and what parts read blindly.
+    policy ranks hear, too, and what parts read blindly. ``shared``: of parts of rank 0.
 
     Raises:
         ConfigError: the policy does not fit the configuration, with every reason.
-        HandshakeError: ranks of a mesh, or replicas, have other weights.
+        HandshakeError: ranks of a mesh, or replicas, have other weights, or parts of a chain other
+            ones of a module that they share.
         PeerLeftError: the policy could not be built.
         WatchdogError: it was not built within ``liveness.start_s``.
     """
@@ -355,11 +334,25 @@ def agree_on_parts(
             raise ConfigError([other_parts(built[0].parts, other.parts, rank)])
         if lines := difference(_named(built[0]), _named(other), FIRST_RANK, rank):
             refuse([SAME_WEIGHTS, *lines])
+    _compare_shared(shared, *(found.shared for found in built))
     places = places_of(config, built[0].parts, window)
     ahead = min(found.ahead for found in built)
     for peer in peers:
         peer.send(Ready({"ahead": ahead}))
     return places, ahead, blind_reads(built[0].parts)
+
+
+def _compare_shared(*by_rank: Mapping[str, str]) -> None:
+    """Raises HandshakeError: two ranks have other weights of the same name."""
+    first: dict[str, tuple[int, str]] = {}
+    lines = []
+    for rank, weights in enumerate(by_rank):
+        for name, text in weights.items():
+            its_rank, its_text = first.setdefault(name, (rank, text))
+            key = f"weights.{name}"
+            lines += difference({key: its_text}, {key: text}, its_rank, rank)
+    if lines:
+        refuse([SHARED_WEIGHTS, *lines])
 
 
 def _named(built: _Built) -> dict[str, str]:
@@ -449,6 +442,7 @@ class _Built(msgspec.Struct, frozen=True):
     parts: tuple[PartSpecs, ...]
     ahead: int = 0
     weights: dict[str, str] = msgspec.field(default_factory=dict)  # fingerprints, of equal ranks
+    shared: dict[str, str] = msgspec.field(default_factory=dict)  # of weights of several parts
 
 
 def offer_parts(
@@ -456,12 +450,15 @@ def offer_parts(
     parts: tuple[PartSpecs, ...],
     ahead: int = 0,
     weights: Mapping[str, str] = NO_WEIGHTS,
+    shared: Mapping[str, str] = NO_WEIGHTS,
 ) -> None:
     """Tells rank 0 that the policy is built, its parts, and how far ahead it may be queued.
 
-    ``weights`` has their fingerprint, where other ranks must have the same.
+    ``weights`` has their fingerprint, where other ranks must have the same; ``shared`` that of
+    weights which parts of other ranks have, too.
     """
-    peer.send(Ready(msgspec.to_builtins(_Built(parts, ahead, dict(weights)))))
+    built = _Built(parts, ahead, dict(weights), dict(shared))
+    peer.send(Ready(msgspec.to_builtins(built)))
 
 
 def wait_accepted(config: PipelineConfig, peer: Peer) -> int:

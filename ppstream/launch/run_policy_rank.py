@@ -33,7 +33,7 @@ from ppstream.observe.run_folder import Run
 from ppstream.pipeline.host_policy_rank import HostPolicyRank
 from ppstream.pipeline.policy_rank import PolicyRank
 from ppstream.policy.compatibility import build_parts, places_of
-from ppstream.policy.fingerprint import weights_fingerprint
+from ppstream.policy.fingerprint import shared_weights, weights_fingerprint
 from ppstream.policy.parts import PartSpecs, Place, load, part_times_of, specs_of
 from ppstream.policy.protocol import Policy
 from ppstream.wire.rank_messages import Goodbye
@@ -92,10 +92,12 @@ def run_back(config: PipelineConfig, end: rank_exit.RankEnd, world_size: int) ->
             on_gpu: device_ranks.PreparedPolicy | None = None
             with course.step(f"the build of {config.policy.target}"):
                 run_id = end.run.run_id
-                specs, place, policy, weights = _build_place(config, at, device, peer, run_id, mesh)
+                specs, place, policy, *weights = _build_place(
+                    config, at, device, peer, run_id, mesh
+                )
                 if placement.is_device_ordered:
                     on_gpu = device_ranks.prepare_policy(policy, config, device, run_id, "b")
-            handshake.offer_parts(peer, specs, on_gpu.ahead(config) if on_gpu else 0, weights)
+            handshake.offer_parts(peer, specs, on_gpu.ahead(config) if on_gpu else 0, *weights)
             ahead = handshake.wait_accepted(config, peer)
             shape = link_shape(config, place.inputs, place.outputs, store.generation, ahead, at)
             log, watching = _watched_log(config, end.run, store, stack)
@@ -147,10 +149,11 @@ def _build_place(
     peer: Peer,
     run_id: str,
     mesh: Mesh | None,
-) -> tuple[tuple[PartSpecs, ...], Place, Policy, dict[str, str]]:
-    """All parts' specs, this rank's place, what runs there, loaded, and its weights' fingerprint.
+) -> tuple[tuple[PartSpecs, ...], Place, Policy, dict[str, str], dict[str, str]]:
+    """All parts' specs, this rank's place, what runs there, loaded, and two fingerprints.
 
-    Weights are fingerprinted on ranks of a mesh and on replicas alone.
+    One is of all weights, on ranks of a mesh and on replicas alone; one of those that parts of
+    other ranks have, too.
 
     Raises:
         PeerLeftError: rank 0 refuses the policy, with every reason.
@@ -170,7 +173,7 @@ def _build_place(
     is_one_of_many = config.placement.mesh * config.placement.replicas > 1
     weights = weights_fingerprint(mine, whole=mesh is None) if is_one_of_many else {}
     policy = device_ranks.policy_at(place, parts, config, device, run_id)
-    return specs, place, policy, weights
+    return specs, place, policy, weights, shared_weights(parts, mine)
 
 
 def _open(

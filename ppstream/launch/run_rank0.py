@@ -54,6 +54,7 @@ from ppstream.pipeline.split_executor import SplitExecutor
 from ppstream.pipeline.stage_a import LONG_FRONT_MS, FrontParts, StageA
 from ppstream.policy.compatibility import build_parts, places_of
 from ppstream.policy.compiled import RecompileMeter
+from ppstream.policy.fingerprint import shared_weights
 from ppstream.policy.parts import Place, blind_reads, load, part_times_of, specs_of
 from ppstream.policy.protocol import Policy
 from ppstream.policy.unwritten import policy_fault
@@ -217,7 +218,8 @@ def _pipelined(
 ) -> Rank0Loop:
     peers, store = met
     built = _build_front(config, course)
-    places, ahead, blind = handshake.agree_on_parts(config, peers, intake.cutter.inputs)
+    shared = {} if built is None else shared_weights(built, built[: config.placement.cut.count(0)])
+    places, ahead, blind = handshake.agree_on_parts(config, peers, intake.cutter.inputs, shared)
     describe_topology(run, config, placement, places)
     run_id, front = parts.log.run_id, None
     device = torch.device(config.placement.rank0)

@@ -29,6 +29,7 @@ from ppstream.analysis.requests import has_streaming_robots, window_period_ns
 from ppstream.analysis.scores import resource_title
 from ppstream.analysis.segments import ALONE
 from ppstream.analysis.verdict import N_MIN, Verdict
+from ppstream.config.to_toml import as_tables
 from ppstream.control.peer_process import HeldProcess, everybody, of_ranks
 from ppstream.core.clock import NS_PER_S, now_ns
 from ppstream.core.cpus import MachineMeter
@@ -290,17 +291,11 @@ def check_lease(config: PipelineConfig, durations: Mapping[str, Sequence[int]]) 
     Raises:
         GateFailedError: robots would hold.
     """
-    settings = _settings(config)
+    settings = as_tables(config)
     need = lease_of_one_rank([durations.get(name, ()) for name in "ABC"], settings)
     if need is not None and need.is_short and has_streaming_robots(settings):
         raise GateFailedError(f"SHORT_LEASE: {need.refusal(None, 0)}")
     _warn_of_holds(need, settings)
-
-
-def _settings(config: PipelineConfig) -> dict[str, Any]:
-    """As run.json has them."""
-    settings: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(config))
-    return settings
 
 
 def _warn_of_holds(need: LeaseNeed | None, config: Mapping[str, Any]) -> None:
@@ -314,7 +309,7 @@ def run_saturated(rank0: Rank0Loop, intake: Intake, source: Source) -> None:
     skipped = max(WARMUP_SKIP_MIN, shape.d_in + shape.d_out + IN_STAGES + 2)
     total = skipped + rank0.config.bringup.envelopes + SPARE
     pacing = Saturated(intake.rows)
-    late = AllLate(_settings(rank0.config), skipped, rank0.begin_no_more)
+    late = AllLate(as_tables(rank0.config), skipped, rank0.begin_no_more)
     rank0.log.watchers.append(late)
     rank0.enter("bring-up", intake=intake, source=source, pacing=pacing, envelopes=total)
     rank0.run(total)

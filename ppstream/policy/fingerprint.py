@@ -1,6 +1,7 @@
-"""Fingerprint of a policy's weights, by which the ranks of a mesh, and replicas, prove they agree.
+"""Fingerprints of a policy's weights, by which ranks prove that they agree, and of their file.
 
-Every parameter and buffer that a part's ``state_dict()`` has: shape, dtype and, of a tensor that a
+Ranks of a mesh and replicas compare all weights, those of a chain the ones that parts share. Every
+parameter and buffer that a part's ``state_dict()`` has: shape, dtype and, of a tensor that a
 rank holds whole, a digest of its bytes. Of a tensor that is sharded over ranks each one holds
 another piece: its layout is compared, and its bytes are the business of the file's fingerprint.
 """
@@ -8,12 +9,14 @@ another piece: its layout is compared, and its bytes are the business of the fil
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from hashlib import sha256
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from ppstream.core.errors import ConfigError
 from ppstream.policy.parts import name_of
 
 if TYPE_CHECKING:
@@ -24,6 +27,9 @@ if TYPE_CHECKING:
     from ppstream.policy.protocol import Policy
 
 DIGITS: Final = 16  # of a digest that are shown and compared
+PIECE_BYTES: Final = 1 << 20
+
+_digests: Final[dict[tuple[str, int, int], str]] = {}  # by path, time of change and size
 
 
 def weights_fingerprint(parts: Sequence[Policy], *, whole: bool = False) -> dict[str, str]:
@@ -38,6 +44,45 @@ def weights_fingerprint(parts: Sequence[Policy], *, whole: bool = False) -> dict
             if isinstance(tensor, torch.Tensor):
                 found[f"{name_of(part)}.{name}"] = _text(tensor)
     return found
+
+
+def shared_weights(parts: Sequence[Policy], mine: Sequence[Policy]) -> dict[str, str]:
+    """Returns a text for each weight of ``mine``, loaded, that another one of ``parts`` has, too.
+
+    Each rank of a chain builds all parts: a module that two of them share is then as many modules
+    as there are ranks. Its weights are named by the first part that has them.
+    """
+    names: dict[tuple[int, int, torch.Size], str] = {}
+    holders: dict[tuple[int, int, torch.Size], set[int]] = {}
+    tensors: dict[tuple[int, int, torch.Size], Tensor] = {}
+    for index, part in enumerate(parts):
+        for name, tensor in _state_or_none(part):
+            if place := _memory_of(tensor):
+                names.setdefault(place, f"{name_of(part)}.{name}")
+                holders.setdefault(place, set()).add(index)
+                tensors[place] = tensor
+    ours = {index for index, part in enumerate(parts) if any(part is one for one in mine)}
+    return {
+        names[place]: _text(tensors[place])
+        for place, held in holders.items()
+        if held & ours and held - ours
+    }
+
+
+def _state_or_none(part: Policy) -> list[tuple[str, Any]]:
+    try:
+        return list(_state_of(part, whole=True))
+    except Exception:  # noqa: BLE001 - user code, of a part that another rank loads
+        return []
+
+
+def _memory_of(tensor: Any) -> tuple[int, int, torch.Size] | None:
+    """Where a tensor's values lie; None: it is none, or has no values here."""
+    try:
+        place = tensor.data_ptr(), tensor.get_device(), tensor.shape
+    except (AttributeError, RuntimeError):
+        return None
+    return place if place[0] else None
 
 
 def _state_of(part: Policy, *, whole: bool) -> Iterator[tuple[str, Any]]:
@@ -67,3 +112,30 @@ def _text(tensor: Tensor) -> str:
     except (RuntimeError, TypeError):  # no plain bytes, as of quantized ones and of "meta"
         return layout
     return f"{layout} {digest.hexdigest()[:DIGITS]}"
+
+
+def file_digest(path: str | None, on_read: Callable[[], None] = lambda: None) -> str | None:
+    """SHA-256 of the file of weights, wherever each host keeps it; None: there is none.
+
+    A file is read once, until it changes; ``on_read`` is called behind each piece.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
+    if path is None:
+        return None
+    digest = sha256()
+    try:
+        seen = Path(path).stat()
+        state = path, seen.st_mtime_ns, seen.st_size
+        if state in _digests:
+            return _digests[state]
+        with Path(path).open("rb", buffering=0) as file:
+            while piece := file.read(PIECE_BYTES):
+                digest.update(piece)
+                on_read()
+    except OSError as error:
+        text = f"policy.weights: {path} cannot be read: {error.strerror}; let this user read it"
+        raise ConfigError([text]) from error
+    _digests[state] = digest.hexdigest()
+    return _digests[state]

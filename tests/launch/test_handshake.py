@@ -30,6 +30,7 @@ from ppstream.launch import handshake
 from ppstream.launch.course import Course
 from ppstream.launch.handshake import compare_facts, configuration_facts
 from ppstream.observe.run_folder import Run
+from ppstream.policy.fingerprint import file_digest
 from ppstream.wire.fields import WIRE_MAJOR
 from ppstream.wire.rank_messages import (
     Drain,
@@ -97,7 +98,7 @@ def test_weights_that_cannot_be_read_are_said_by_name(tmp_path):
     weights = tmp_path / "w.safetensors"
     weights.symlink_to("/proc/self/clear_refs")  # written alone, whoever asks
     with pytest.raises(ConfigError, match=r"policy\.weights: .*/w\.safetensors cannot be read: "):
-        handshake.weights_digest(str(weights))
+        file_digest(str(weights))
 
 
 def test_a_rank_that_hashes_its_weights_says_so_to_those_that_wait_for_it(tmp_path):

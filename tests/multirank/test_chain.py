@@ -9,14 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import slow_hash
-from ranks import NOTICED_BY, SERVE, Ranks, assert_no_rank_outlives, placed
+from ranks import CONFIG, NOTICED_BY, SERVE, Ranks, assert_no_rank_outlives, placed
 from recorded_runs import played
 from recording_files import made_recording
 from robot_rig import wait_until
 
 from ppstream.analysis.judge import judge
 from ppstream.analysis.log_reader import read_run
-from ppstream.launch import handshake
+from ppstream.policy import fingerprint
 from ppstream.report import attribution
 from ppstream.report.text import render
 
@@ -87,7 +87,7 @@ def auto(ranks: int, parts_ms: str = "") -> tuple[str, ...]:
 def test_ranks_wait_for_one_that_hashes_its_weights_for_longer_than_they_wait_for_others(tmp_path):
     weights = tmp_path / "w.safetensors"
     with weights.open("wb") as file:
-        file.truncate(slow_hash.PIECES * handshake.PIECE_BYTES)
+        file.truncate(slow_hash.PIECES * fingerprint.PIECE_BYTES)
     options = f"policy.options={{{SHAPE}}}"
     settings = f"policy.weights={weights}", "liveness.handshake_s=3", PARTS[0], options
     with Ranks(tmp_path, *settings, *placed(1, 1, 2), world_size=3, module="slow_hash") as run:
@@ -122,6 +122,35 @@ def test_a_policy_that_cannot_be_loaded_or_timed_ends_all_ranks_with_one_text(
         assert run.wait(60) == [11] * ranks, run.output()
         for rank in range(ranks):
             assert text in run.exits()[str(rank)]["reason"]
+
+
+SHARING = """
+import torch
+from policy_in_parts import build as parts_of
+
+
+def build(options, device):
+    parts = parts_of(options, device)
+    torch.manual_seed(options["seed"]) if options["seed"] else torch.seed()
+    parts[0].core = parts[2].core = torch.nn.Linear(2, 2)
+    return parts
+"""
+
+
+@pytest.mark.parametrize("where", [(0, 1, 2), (1, 2, 3)], ids=str)
+def test_parts_that_share_a_module_which_each_rank_draws_anew_are_refused(where, tmp_path):
+    (tmp_path / "sharing.py").write_text(SHARING)
+    config = tmp_path / "run.toml"
+    config.write_text(CONFIG.read_text())
+    for seed, codes in ((0, [10]), (7, [0])):
+        options = f"policy.options={{{SHAPE}, seed={seed}}}"
+        settings = "policy.target=sharing:build", options, *placed(*where)
+        ranks = 1 + max(where)
+        with Ranks(tmp_path / str(seed), *settings, world_size=ranks, config=config) as run:
+            assert run.wait(60) == codes * ranks, run.output()
+            reason = run.exits()["0"]["reason"]
+            lines = "parts on different ranks share a module", "weights.first.core.weight: rank "
+            assert [line in reason for line in lines] == [not seed] * 2
 
 
 def timing(run: Ranks) -> None:

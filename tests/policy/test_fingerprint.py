@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ppstream.policy.fingerprint import weights_fingerprint
+from ppstream.policy.fingerprint import shared_weights, weights_fingerprint
 
 
 class Part:
@@ -56,3 +56,31 @@ def test_of_a_tensor_without_plain_bytes_the_layout_counts() -> None:
 def test_a_part_that_shows_no_weights_has_none() -> None:
     quiet: Any = object()
     assert weights_fingerprint([quiet]) == {}
+
+
+class Broken:
+    """A part whose weights are there once another rank has loaded it."""
+
+    name = "broken"
+
+    def state_dict(self) -> Any:
+        raise AttributeError("not loaded here")
+
+
+def test_a_weight_that_parts_of_two_ranks_have_is_named_by_the_first_of_them() -> None:
+    core, own = nn.Linear(3, 2), nn.Linear(2, 2)
+    tied = nn.Linear(3, 2, bias=False)
+    tied.weight = core.weight
+    head: Any = SimpleNamespace(name="head", core=core, own=own)
+    tail: Any = SimpleNamespace(name="tail", again=core)
+    last: Any = SimpleNamespace(name="last", tied=tied, empty=nn.Linear(3, 2, device="meta"))
+    parts: Any = head, Broken(), tail, last
+    found = shared_weights(parts, parts[:2])
+    assert found.keys() == {"head.core.weight", "head.core.bias"}
+    assert shared_weights(parts, [tail]) == found
+    assert shared_weights(parts, [last]).keys() == {"head.core.weight"}
+    assert shared_weights(parts, parts) == {}  # one rank runs them all
+    core.weight.data[0, 0] += 1
+    changed = shared_weights(parts, [tail])
+    assert changed["head.core.weight"] != found["head.core.weight"]
+    assert changed["head.core.bias"] == found["head.core.bias"]

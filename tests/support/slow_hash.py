@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import ungated
 
-from ppstream.launch import handshake
+from ppstream.policy import fingerprint
 
 PIECES = 40
 SECONDS = {"0": 4.0, "2": 8.0}
@@ -34,5 +34,5 @@ class SlowSha256:
 
 def main(argv: Sequence[str]) -> int:
     """As ``ungated``."""
-    handshake.sha256 = SlowSha256
+    fingerprint.sha256 = SlowSha256
     return ungated.main(argv)
