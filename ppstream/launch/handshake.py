@@ -351,8 +351,7 @@ def _compare_shared(*by_rank: Mapping[str, str]) -> None:
             its_rank, its_text = first.setdefault(name, (rank, text))
             key = f"weights.{name}"
             lines += difference({key: its_text}, {key: text}, its_rank, rank)
-    if lines:
-        refuse([SHARED_WEIGHTS, *lines])
+    refuse([SHARED_WEIGHTS, *lines] if lines else [])
 
 
 def _named(built: _Built) -> dict[str, str]:

@@ -92,12 +92,10 @@ def run_back(config: PipelineConfig, end: rank_exit.RankEnd, world_size: int) ->
             on_gpu: device_ranks.PreparedPolicy | None = None
             with course.step(f"the build of {config.policy.target}"):
                 run_id = end.run.run_id
-                specs, place, policy, *weights = _build_place(
-                    config, at, device, peer, run_id, mesh
-                )
+                specs, place, policy, *prints = _build_place(config, at, device, peer, run_id, mesh)
                 if placement.is_device_ordered:
                     on_gpu = device_ranks.prepare_policy(policy, config, device, run_id, "b")
-            handshake.offer_parts(peer, specs, on_gpu.ahead(config) if on_gpu else 0, *weights)
+            handshake.offer_parts(peer, specs, on_gpu.ahead(config) if on_gpu else 0, *prints)
             ahead = handshake.wait_accepted(config, peer)
             shape = link_shape(config, place.inputs, place.outputs, store.generation, ahead, at)
             log, watching = _watched_log(config, end.run, store, stack)

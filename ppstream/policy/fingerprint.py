@@ -77,7 +77,7 @@ def _state_or_none(part: Policy) -> list[tuple[str, Any]]:
 
 
 def _memory_of(tensor: Any) -> tuple[int, int, torch.Size] | None:
-    """Where a tensor's values lie; None: it is none, or has no values here."""
+    """Returns where a tensor's values lie; None: it is none, or has no values here."""
     try:
         place = tensor.data_ptr(), tensor.get_device(), tensor.shape
     except (AttributeError, RuntimeError):
