@@ -18,12 +18,16 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from ppstream.config.schema import PipelineConfig
+import msgspec
+
+from ppstream.config.gateway_rules import listen_address, listen_of
+from ppstream.config.schema import GatewayConfig, PipelineConfig
 from ppstream.config.to_toml import as_toml
 from ppstream.control.peer_process import bound_command, status_text
 from ppstream.core.clock import NS_PER_S, now_ns
 from ppstream.core.errors import ConfigError, ExitCode
 from ppstream.observe.run_folder import Run
+from ppstream.wire.endpoints import bracketed
 
 logger = logging.getLogger("ppstream")
 
@@ -45,6 +49,12 @@ def start_gateway(
     """One process for every ``[[gateway]]`` of ``config``."""
     file = run.directory / FILE
     file.write_text(as_toml(config), encoding="utf-8")
+
+    def keep_ports(lines: list[str]) -> None:  # for a start in its stead: clients know these
+        gateways = tuple(map(_listening, config.gateway, lines))
+        kept = msgspec.structs.replace(config, gateway=gateways)
+        file.write_text(as_toml(kept), encoding="utf-8")
+
     options = ("--config", str(file), "--endpoint", endpoint, "--log", str(run.directory))
     remedy = shlex.join(["ppstream", "gateway", *options])
     return ChildProcess(
@@ -55,7 +65,16 @@ def start_gateway(
         end_limit_s=GATEWAY_END_LIMIT_S,
         again_s=GATEWAY_AGAIN_S,
         on_end=on_end,
+        on_listening=keep_ports,
     )
+
+
+def _listening(gateway: GatewayConfig, line: str) -> GatewayConfig:
+    """``gateway`` at the port that it has said; ``line`` is ``WIRE ADDRESS``."""
+    address = listen_address(listen_of(gateway))
+    assert address is not None, "checked with the configuration"
+    listen = f"{bracketed(address[0])}:{line.rpartition(':')[2]}"
+    return msgspec.structs.replace(gateway, listen=listen)
 
 
 def start_view(config: PipelineConfig) -> tuple[ChildProcess, int]:
@@ -90,6 +109,7 @@ class ChildProcess:
         stdin: descriptor of its standard input; None: rank 0's.
         again_s: pauses before it is started again, one for each of its ends that follow each other.
         on_end: called by a thread with how it ended, and the pause; None: it stays so.
+        on_listening: called with the lines that it has printed.
     """
 
     def __init__(
@@ -103,6 +123,7 @@ class ChildProcess:
         stdin: int | None = None,
         again_s: Sequence[float] = (),
         on_end: Callable[[str, float | None], None] = lambda _how, _pause_s: None,
+        on_listening: Callable[[list[str]], None] = lambda _lines: None,
     ) -> None:
         self._name = name
         self._command = command
@@ -111,6 +132,7 @@ class ChildProcess:
         self._end_limit_s = end_limit_s
         self._again_s = again_s
         self._on_end = on_end
+        self._on_listening = on_listening
         self._starting = threading.Lock()
         self._closing = threading.Event()
         self._keeper: threading.Thread | None = None
@@ -140,6 +162,7 @@ class ChildProcess:
                     ]
                 )
             lines += part
+        self._on_listening(lines.decode().splitlines())
         self._keeper = threading.Thread(target=self._keep, name=self._name, daemon=True)
         self._keeper.start()
 
