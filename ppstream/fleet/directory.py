@@ -37,6 +37,7 @@ class PipelineReport(msgspec.Struct, frozen=True, kw_only=True):
     node: str = ""
     pid: int = 0  # of its launcher
     exit: str = ""  # how it ended, behind its end
+    weights: str = ""  # digest of its policy.weights; empty: it has none, or has not read it yet
 
 
 class PipelineStatus(msgspec.Struct, frozen=True, kw_only=True):

@@ -33,6 +33,7 @@ from ppstream.wire.http_answer import get_whole
 ANSWER_LIMIT_S: Final = 1.0  # to the last byte
 ANSWER_BYTES_MAX: Final = 1 << 16
 END_LIMIT_S: Final = 20.0
+DIGITS: Final = 16  # of a digest that are shown and compared
 TAIL: Final = 2000  # characters of what it printed last
 ENDED: Final = "ended"  # phase of a pipeline that nobody starts anew
 FAILED: Final = "failed"  # and of one that Ray does
@@ -84,8 +85,11 @@ class PipelineProcess:
             return self._changed(phase=phase, robots=0, exit=self._ended(code))
         if self._endpoint is None:
             self._endpoint = self._metrics_endpoint()
-        if self._endpoint is None:
+        if self._endpoint is None or self._run is None:
             return self._report
+        if not self._report.weights:
+            found = self._run.weights_digest()[:DIGITS]
+            self._report = msgspec.structs.replace(self._report, weights=found)
         phase = _phase(self._endpoint.port) or "silent"
         metrics = top.read(self._endpoint)
         if not metrics.values:  # rank 0 is busy: its rows are as taken as they were

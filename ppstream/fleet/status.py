@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from http.client import HTTPException
 from pathlib import Path
@@ -23,6 +24,7 @@ ANSWER_LIMIT_S: Final = 2.0  # to the last byte
 ANSWER_BYTES_MAX: Final = 1 << 24  # of some 10,000 pipelines
 REFUSED: Final = 401
 NOT_ALL: Final = 1
+SEVERAL: Final = 2
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -43,6 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(msgspec.json.format(msgspec.json.encode(found)).decode())
     else:
         Console().print(table(found))
+        if line := other_weights(found):
+            print(f"ppstream: warning: {line}", file=sys.stderr)
     serving = {row.report.pipeline for row in found.pipelines if row.phase in SERVING}
     return 0 if serving >= set(plan.fleet.pipeline_names()) else NOT_ALL
 
@@ -64,6 +68,21 @@ def ask(url: str, token: str | None) -> DirectoryStatus:
         raise ConfigError([f"{url}: no directory answers: {error}; ppstream fleet up"]) from error
     remedy = "; directory.token_file is not the directory's" if answer.status == REFUSED else ""
     raise ConfigError([f"{url}: answers HTTP {answer.status} {answer.reason}{remedy}"])
+
+
+def other_weights(found: DirectoryStatus) -> str | None:
+    """Returns which pipelines serve other weights than others; None: all have the same."""
+    names: dict[str, list[str]] = {}
+    for row in found.pipelines:
+        if row.phase in SERVING:
+            names.setdefault(row.report.weights or "none", []).append(row.report.pipeline)
+    if len(names) < SEVERAL:
+        return None
+    have = "; ".join(f"{digest}: {', '.join(own)}" for digest, own in names.items())
+    return (
+        f"pipelines serve different policy.weights ({have}): a robot that changes its pipeline "
+        "changes its network; give all one file, and start anew those that have another"
+    )
 
 
 def table(found: DirectoryStatus) -> Table:

@@ -137,6 +137,10 @@ class Run:
         """Number of policy ranks that rank 0 has met."""
         return len(_read(self.directory / "run.json").get("policy_ranks", []))
 
+    def weights_digest(self) -> str:
+        """Returns the SHA-256 of ``policy.weights``; empty: none, or not read yet."""
+        return str(_read(self.directory / "run.json").get("weights_sha256") or "")
+
     def begin(
         self,
         *,

@@ -268,3 +268,22 @@ def test_a_token_that_cannot_be_used_is_refused(tmp_path: Path, content: bytes) 
 def test_a_robot_s_own_key_and_those_of_servers_come_together(one: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="want both, or neither"):
         FleetDirectory("http://127.0.0.1:1", "arm", **one)
+
+
+def test_status_says_which_pipelines_serve_other_weights(
+    directory: Directory, server: DirectoryServer
+) -> None:
+    def told(**weights: str) -> str | None:
+        for name, digest in weights.items():
+            phase = "ended" if name == "gone" else "ready"
+            report = PipelineReport(
+                pipeline=name, phase=phase, endpoint="unix:///run/a", rows=1, weights=digest
+            )
+            directory.report(report, now_ns())
+        return status.other_weights(status.ask(server.url, None))
+
+    assert told(a="", b="") is None
+    assert told(a="3fa1", b="3fa1", gone="9bc2") is None
+    line = told(b="9bc2", c="3fa1")
+    assert line is not None
+    assert "serve different policy.weights (3fa1: a, c; 9bc2: b): a robot that changes" in line

@@ -7,6 +7,7 @@ import re
 import signal
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
@@ -27,10 +28,13 @@ from ppstream.robot.client import RobotClient
 from ppstream.robot.fleet_directory import FleetDirectory
 
 LIMIT_S = 100.0
+WEIGHTS = b"of a file that a simulated policy does not read"
 
 
 def fleet_in(folder: Path, listen: str = "127.0.0.1:1") -> Path:
-    (folder / "arm.toml").write_text(f'{RUN}\n[log]\nroot = "{folder}/logs"\n')
+    (folder / "w.safetensors").write_bytes(WEIGHTS)
+    run = RUN.replace("[policy]\n", f'[policy]\nweights = "{folder}/w.safetensors"\n')
+    (folder / "arm.toml").write_text(f'{run}\n[log]\nroot = "{folder}/logs"\n')
     file = folder / "fleet.toml"
     file.write_text(
         f'name = "arms"\nrun = "arm.toml"\npipelines = 1\n'
@@ -70,6 +74,7 @@ def test_it_tells_its_phase_its_robots_and_its_drain(
         first = process.report()
         assert (first.phase, first.rows, first.pid) == ("starting", ROBOTS, process.pid)
         wait_ready(process)
+        assert (first.weights, process.report().weights) == ("", sha256(WEIGHTS).hexdigest()[:16])
         directory = Directory()
         directory.report(process.report(), now_ns())
         with closing(DirectoryServer("127.0.0.1:0", directory)) as server:
