@@ -139,6 +139,12 @@ def status_text(code: int) -> str:
     return f"signal {-code} {signal.Signals(-code).name}" if known else f"signal {-code}"
 
 
+def kills_for_memory() -> int:
+    """Counts processes of this host that the kernel has killed for want of memory; 0: not known."""
+    words = _words(Path("/proc/vmstat"), None)
+    return int(words[words.index("oom_kill") + 1]) if "oom_kill" in words else 0
+
+
 def start_time(pid: int) -> int | None:
     """When a process began, in ticks since boot: with the boot it names it for ever."""
     fields = _stat(pid)

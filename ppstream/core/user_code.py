@@ -189,7 +189,7 @@ def how_it_ends(error: BaseException) -> tuple[ExitCode, str]:
             error = left
         return ExitCode.POLICY_OUTPUT, str(error)
     text = message_of(error)
-    if isinstance(error, MemoryError):
+    if _is_memory(error, text):  # of torch's errors, too, as of a policy that is built
         return ExitCode.OUT_OF_MEMORY, text or "memory ran out on this rank"
     is_refused = isinstance(error, _device_refusals())
     return (

@@ -24,7 +24,13 @@ from typing import TYPE_CHECKING, Final
 
 from ppstream.config import load
 from ppstream.config.doubts import warnings
-from ppstream.control.peer_process import HeldProcess, descendants, ranks_started_by, status_text
+from ppstream.control.peer_process import (
+    HeldProcess,
+    descendants,
+    kills_for_memory,
+    ranks_started_by,
+    status_text,
+)
 from ppstream.core.errors import ConfigError, ExitCode
 from ppstream.core.interpreter import uncollected
 from ppstream.launch.guard import STOP_SIGNALS, on_stop
@@ -47,6 +53,10 @@ if TYPE_CHECKING:
 LEAD_S: Final = 0.2
 SPARE_S: Final = 5.0  # on top of what the ranks need to drain and close
 SILENT_LOOKS: Final = 10  # LEAD_S each: a stop that takes longer is told what it waits for
+NO_MEMORY: Final = (
+    "the kernel has killed a process of this host for want of memory meanwhile (dmesg names it): "
+    "give the host or its container more, or load less"
+)
 HERE: Final = "127.0.0.1"  # a host's own name may take a resolver seconds
 
 
@@ -124,6 +134,7 @@ class RankLauncher:
         self._is_told = False  # how long a stop may take; from then on SIGINT ends the ranks
         self._cut_short = ""  # why ranks were ended that had not left
         self._failures: Mapping[int, int] = {}
+        self._killed_before = kills_for_memory()
         self._fault: BaseException | None = None
         self._run: Run | None = None  # once rank 0 has begun it: looking for it holds its folder
         self._over = threading.Event()
@@ -262,6 +273,8 @@ class RankLauncher:
             for rank, code in sorted(self._failures.items())
             if str(rank) not in told
         ]
+        if -signal.SIGKILL in self._failures.values() and self._killed_before < kills_for_memory():
+            untold.append(f"{NO_MEMORY}; ")
         where = "the lines above" if run is None else run.directory
         return f"{self._cut_short}{''.join(untold)}{where}"
 

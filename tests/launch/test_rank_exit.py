@@ -473,6 +473,9 @@ def test_user_code_that_exits_is_an_end_with_a_reason():
         "code of this rank called sys.exit(3)",
     )
     assert how_it_ends(MemoryError())[0] is ExitCode.OUT_OF_MEMORY
+    with pytest.raises(RuntimeError) as raised:
+        torch.empty(1 << 60, dtype=torch.uint8)
+    assert how_it_ends(raised.value)[0] is ExitCode.OUT_OF_MEMORY
 
 
 def test_a_device_that_refuses_work_is_no_bug_of_ours():

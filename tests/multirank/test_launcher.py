@@ -449,6 +449,39 @@ def test_a_crashed_policy_rank_is_told_with_its_signal(tmp_path: Path) -> None:
         assert run.last_line() == f"{said}{run.log.directory}"
 
 
+LARGE = """
+from pathlib import Path
+import os
+import torch
+
+
+def build(options, device):
+    (Path(options["group"]) / "cgroup.procs").write_text(str(os.getpid()))
+    return torch.ones(1 << 28)
+"""
+
+
+def test_a_rank_that_the_kernel_killed_for_want_of_memory_is_told_as_such(tmp_path: Path) -> None:
+    group = Path("/sys/fs/cgroup/memory") / f"ppstream-{os.getpid()}"
+    try:
+        group.mkdir()
+        (group / "memory.limit_in_bytes").write_text(str(200 << 20))
+    except OSError as error:
+        pytest.skip(f"no group of processes with less memory can be made: {error}")
+    config = tmp_path / "run.toml"
+    config.write_text(CONFIG.read_text())
+    (tmp_path / "large_policy.py").write_text(LARGE)
+    settings = "policy.target=large_policy:build", f"policy.options.group={group}"
+    try:
+        with launched(tmp_path, *settings, config=config) as run:
+            assert run.wait() == 20, run.text()
+            said = "ppstream: exit 20 PEER_LOST rank 1 ended with signal 9 SIGKILL; the kernel has "
+            assert run.last_line().startswith(f"{said}killed a process of this host for want of")
+    finally:
+        wait_until(lambda: not (group / "cgroup.procs").read_text())
+        group.rmdir()
+
+
 def test_a_run_whose_policy_rank_fails_first_ends_with_its_code(tmp_path: Path) -> None:
     (tmp_path / "arm").mkdir()
     config = tmp_path / "arm" / "run.toml"
