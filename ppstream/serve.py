@@ -37,7 +37,13 @@ from ppstream.launch.rank_exit import (
     ignore_signals,
     on_signals,
 )
-from ppstream.launch.requirements import PYTHON_MIN, missing_packages, refuse, refuse_python
+from ppstream.launch.requirements import (
+    PYTHON_MIN,
+    missing_packages,
+    rank_numbers,
+    refuse,
+    refuse_python,
+)
 from ppstream.observe.run_folder import LAUNCHER_RUN, ROBOT_STORY, Run
 from ppstream.report import attribution, cli
 
@@ -60,7 +66,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     if sys.version_info < PYTHON_MIN:
         return refuse_python()
-    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    try:
+        rank, world_size = rank_numbers(os.environ)
+    except ConfigError as error:
+        return refuse(error)
     begin = CLEAR if sys.stderr.isatty() else ""  # a rank may show there how far its start is
     logging.basicConfig(
         level=logging.INFO, format=f"{begin}ppstream: %(message)s", stream=sys.stderr

@@ -34,8 +34,11 @@ def test_an_old_python_is_told_at_once_which_one_it_needs(command):
     ("environment", "last"),
     [
         ({}, "ppstream: exit 11 CONFIG 1 problem, listed above"),
-        ({"RANK": "2", "LOCAL_RANK": "0"}, "ppstream: rank 2: exit 11 CONFIG 1 problem, listed"),
-        ({"RANK": "2", "LOCAL_RANK": "1"}, ""),
+        (
+            {"RANK": "2", "LOCAL_RANK": "0", "WORLD_SIZE": "4"},
+            "ppstream: rank 2: exit 11 CONFIG 1 problem, listed",
+        ),
+        ({"RANK": "2", "LOCAL_RANK": "1", "WORLD_SIZE": "4"}, ""),
     ],
 )
 def test_one_rank_of_each_host_says_what_is_wrong_there(environment, last, monkeypatch, capfd):
@@ -45,6 +48,22 @@ def test_one_rank_of_each_host_says_what_is_wrong_there(environment, last, monke
     said = capfd.readouterr().err
     assert ("policy.weights: got '/nowhere/w.safetensors'" in said) == bool(last)
     assert "".join(said.splitlines()[-1:]).startswith(last)
+
+
+@pytest.mark.parametrize(
+    ("environment", "told"),
+    [
+        ({"RANK": "x"}, "RANK: got 'x', want a whole number; start ranks with"),
+        ({"WORLD_SIZE": ""}, "WORLD_SIZE: got '', want a whole number"),
+        ({"LOCAL_WORLD_SIZE": "-1"}, "LOCAL_WORLD_SIZE: got '-1', want a whole number"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK: got 2 with WORLD_SIZE = 2, want less; start"),
+    ],
+)
+def test_numbers_of_ranks_that_cannot_be_are_told_at_once(environment, told, monkeypatch, capfd):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert serve.main(["--config", "bench"]) == 11
+    assert capfd.readouterr().err.startswith(told)
 
 
 FILMED = ("--set", "record.file=run.mcap", "--set", "record.frames=jpeg")

@@ -12,6 +12,7 @@ import sys
 from argparse import SUPPRESS, Action, ArgumentParser, Namespace
 from collections.abc import Iterable
 from contextlib import suppress
+from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
@@ -210,10 +211,14 @@ def locate(name: str) -> Path:
     except PermissionError as error:
         raise ConfigError([f"{name}: cannot be read: {error.strerror}"]) from error
     module, colon, file_name = name.rpartition(":")
-    if not colon and not name.endswith(".toml") and "/" not in name:
+    if not colon and "." not in name and "/" not in name:
         module, file_name = SHIPPED_PACKAGE, f"{name}.toml"
     if not module:
-        raise ConfigError([f"configuration: there is no file {name!r} in {Path.cwd()}"])
+        folder = Path(name).parent
+        there = sorted(path.name for path in folder.glob("*.toml"))
+        close = get_close_matches(Path(name).name, there, n=1)
+        hint = f" (did you mean {folder / close[0]}?)" if close else ""
+        raise ConfigError([f"configuration: there is no file {name!r} in {Path.cwd()}{hint}"])
     folder = _module_folder(module)
     if (folder / file_name).is_file():
         return folder / file_name

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
 from ipaddress import ip_address
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 PYTHON_MIN: Final = (3, 11)
 MODULES: Final = {"pillow": "PIL"}  # where a library's name is another
 HERE: Final = "127.0.0.1"
+LAUNCH: Final = "start ranks with ppstream run or torchrun, which set it"
 FREE: Final = "give another, or 0 for any free port"
 IPV6: Final = 6
 FREED_S: Final = 3.0  # a run whose launcher was killed leaves its addresses within this
@@ -54,6 +55,27 @@ def refuse(error: ConfigError, rank: int = 0) -> int:
         ExitCode.CONFIG, f"{counted(len(error.problems), 'problem')}, listed above"
     )
     return int(ExitCode.CONFIG)
+
+
+def rank_numbers(environment: Mapping[str, str]) -> tuple[int, int]:
+    """Returns RANK and WORLD_SIZE, 0 and 1 where nobody has set them.
+
+    Raises:
+        ConfigError: they, or LOCAL_WORLD_SIZE, are no numbers, or do not go together.
+    """
+    defaults = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    texts = {name: environment.get(name, default) for name, default in defaults.items()}
+    found = [
+        f"{name}: got {text!r}, want a whole number; {LAUNCH}"
+        for name, text in texts.items()
+        if not text.isdecimal()
+    ]
+    if not found:
+        rank, world_size, _ = map(int, texts.values())
+        if rank < world_size:
+            return rank, world_size
+        found = [f"RANK: got {rank} with WORLD_SIZE = {world_size}, want less; {LAUNCH}"]
+    raise ConfigError(found)
 
 
 def missing_packages(config: PipelineConfig) -> list[str]:

@@ -355,6 +355,16 @@ def test_name_without_a_file_says_where_it_was_looked_for() -> None:
         locate("nowhere")
 
 
+def test_a_file_s_name_that_is_nearly_right_gets_the_right_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my-arm.toml").touch()
+    for name in ("my-arm.tml", "my_arm.toml", f"{tmp_path}/myarm.toml"):
+        with pytest.raises(ConfigError, match=r"there is no file .* \(did you mean .*my-arm\.toml"):
+            locate(name)
+
+
 def test_arguments_default_to_the_embedded_demo(file: Path) -> None:
     parser = argparse.ArgumentParser()
     add_arguments(parser)
