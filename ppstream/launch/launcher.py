@@ -107,7 +107,7 @@ def _run(config: PipelineConfig, args: argparse.Namespace, problems: list[str]) 
     if not problems and {config.placement.rank0, *config.placement.policy} != {"cpu"}:
         with uncollected():  # torch, which starts the ranks, too
             from ppstream.cuda import startup
-        found += startup.missing(config, is_inline=count == 1)
+        found += startup.missing(config, is_inline=count == 1, is_quick=True)
     if found:
         raise ConfigError(found)
     for line in warnings(config):
