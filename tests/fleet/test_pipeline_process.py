@@ -29,11 +29,20 @@ from ppstream.robot.fleet_directory import FleetDirectory
 
 LIMIT_S = 100.0
 WEIGHTS = b"of a file that a simulated policy does not read"
+WEIGHTED = """
+from ppstream_stages import simulated
+
+
+def build(options, device):
+    return simulated.build(options | {"weights": None}, device)
+"""
 
 
 def fleet_in(folder: Path, listen: str = "127.0.0.1:1") -> Path:
     (folder / "w.safetensors").write_bytes(WEIGHTS)
+    (folder / "weighted_policy.py").write_text(WEIGHTED)
     run = RUN.replace("[policy]\n", f'[policy]\nweights = "{folder}/w.safetensors"\n')
+    run = run.replace("ppstream_stages.simulated:build", "weighted_policy:build")
     (folder / "arm.toml").write_text(f'{run}\n[log]\nroot = "{folder}/logs"\n')
     file = folder / "fleet.toml"
     file.write_text(
