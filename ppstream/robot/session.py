@@ -18,7 +18,7 @@ from ppstream.core.errors import MAX_TEXT, SpecError, printable
 from ppstream.core.phases import SERVING
 from ppstream.core.quantiles import Quantiles
 from ppstream.robot.sample_rates import SampleRates
-from ppstream.wire.fields import MAX_NAME, WIRE_MAJOR, WIRE_MINOR, encoder
+from ppstream.wire.fields import MAX_INSTRUCTION, MAX_NAME, WIRE_MAJOR, WIRE_MINOR, encoder
 from ppstream.wire.robot_messages import (
     ActionChunk,
     Conditioned,
@@ -211,7 +211,10 @@ class RobotSession:
         try:
             from_robot.decode(encoder.encode(message))
         except UNSENDABLE as error:
-            raise SpecError(f"an instruction of {len(text)} characters: {error}") from error
+            reason = f"{len(text)} characters, want at most {MAX_INSTRUCTION}"
+            if len(text) <= MAX_INSTRUCTION:
+                reason = f"a character that is none: {error}"
+            raise SpecError(f"an instruction of {reason}") from error
         self._hello = msgspec.structs.replace(
             self._hello, instruction=text, conditioning_epoch=epoch
         )

@@ -372,7 +372,8 @@ def test_a_prompt_too_long_for_the_wire_is_told_and_not_logged_as_a_failure(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with gated(instructions=True) as (_, gateway), gateway.robot() as robot:
-        assert "an instruction of 5000 characters" in robot.ask(observation(prompt="x" * 5000))
+        told = "an instruction of 5000 characters, want at most 1024"
+        assert told == robot.ask(observation(prompt="x" * 5000))
         assert closing(robot).rcvd.code == 1011
     assert [record for record in caplog.records if record.exc_info] == []
 

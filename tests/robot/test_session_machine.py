@@ -149,9 +149,17 @@ class RobotSessionIsAskedForUntilItIsHeldAndThenKept(RuleBasedStateMachine):
         self.text, self.texts, self.tell_ns = text, self.texts + 1, None
         assert self.robot.instruct(text) == m.Instruct(self.session, self.texts, text)
 
-    @rule(text=st.sampled_from(["x" * (MAX_INSTRUCTION + 1), "\ud800"]))
-    def instruct_what_cannot_be_sent(self, text: str) -> None:
-        with pytest.raises(SpecError, match="an instruction of"):
+    @rule(
+        wrong=st.sampled_from(
+            [
+                ("x" * (MAX_INSTRUCTION + 1), "of 1025 characters, want at most 1024$"),
+                ("\ud800", "of a character that is none: .*surrogates not allowed$"),
+            ]
+        )
+    )
+    def instruct_what_cannot_be_sent(self, wrong: tuple[str, str]) -> None:
+        text, said = wrong
+        with pytest.raises(SpecError, match=f"an instruction {said}"):
             self.robot.instruct(text)
 
     @rule(
