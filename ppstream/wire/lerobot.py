@@ -7,6 +7,7 @@ torch tensors, and neither torch nor LeRobot is needed. Nothing is ever unpickle
 
 from __future__ import annotations
 
+import math
 import struct
 from typing import Annotated, Any, Final, NamedTuple, TypeAlias, TypeVar
 
@@ -45,6 +46,10 @@ class TimedObservation(msgspec.Struct, frozen=True):
     timestep: Annotated[int, Meta(ge=0, le=2**53)]  # of the action that it executed last
     observation: dict[str, Any]
     must_go: bool = False
+
+    def __post_init__(self) -> None:
+        if not math.isfinite(self.timestamp):  # times of a client's clock are compared
+            raise ValueError(f"timestamp: got {self.timestamp}, want seconds")
 
 
 class Feature(msgspec.Struct, frozen=True):

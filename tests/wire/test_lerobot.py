@@ -101,6 +101,8 @@ def test_a_reply_of_a_long_chunk_is_read_too(monkeypatch: pytest.MonkeyPatch) ->
     ("fields", "said"),
     [
         ({"timestamp": "now"}, "timestamp"),
+        ({"timestamp": float("nan")}, "timestamp: got nan, want seconds"),
+        ({"timestamp": float("-inf")}, "timestamp: got -inf, want seconds"),
         ({"timestep": -1}, "timestep"),
         ({"timestep": 2**60}, "timestep"),
         ({"observation": [1]}, "observation"),
