@@ -7,7 +7,7 @@ keys is written as N1.5 has them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -51,13 +51,13 @@ class ModalityRequest(NamedTuple):
         if not isinstance(found, Mapping):
             raise SpecError(f"data: got {type(found).__name__}, want the map of an observation")
         is_flat = not any(isinstance(one, Mapping) for one in found.values())
-        flat = found if is_flat else dict(_flattened(found))
+        flat = found if is_flat else _flattened(found)
         if not all(isinstance(key, str) for key in flat):
             raise SpecError("data: got keys that are no text, want state.NAME and video.NAME")
         is_batched = any(_spare(key, one) == 2 for key, one in flat.items())
         steps = {key: _one_step(key, value) for key, value in flat.items()}
         language = found.get(LANGUAGE)
-        texts = () if language is None else (LANGUAGE,)
+        texts: tuple[str, ...] = () if language is None else (LANGUAGE,)
         texts = tuple(language) if isinstance(language, Mapping) else texts
         texts += tuple(key for key in flat if key.startswith(ANNOTATION) and key not in texts)
         return cls(steps, is_newer, is_newer or is_batched, is_flat, texts)
@@ -75,13 +75,18 @@ class ModalityRequest(NamedTuple):
         return {prefix + key: actions[..., first:end] for key, (first, end) in keys.items()}
 
 
-def _flattened(nested: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def _flattened(nested: Mapping[str, Any]) -> dict[str, Any]:
+    """Raises SpecError: a key has two values, of which only one would count."""
+    found: dict[str, Any] = {}
     for modality, values in nested.items():
-        if not isinstance(values, Mapping):
-            yield modality, values
-            continue
-        for key, value in values.items():
-            yield (key if modality == LANGUAGE else f"{modality}.{key}"), value
+        below = values if isinstance(values, Mapping) else {modality: values}
+        is_whole = below is not values or modality == LANGUAGE
+        for key, value in below.items():
+            name = key if is_whole else f"{modality}.{key}"
+            if name in found:
+                raise SpecError(f"{name}: it is there twice, flat and nested")
+            found[name] = value
+    return found
 
 
 def _modality(key: str) -> str:

@@ -150,6 +150,8 @@ def test_the_modalities_are_those_of_the_map_in_the_form_of_the_generation() -> 
         (asked(older(**{"state.arm": np.zeros((0, 3))})), "want a step at least"),
         (asked(older(**{"state.arm": np.full((1, 3), np.nan)})), "not finite"),
         (asked(newer(state={})), "state.arm: it is missing"),
+        (asked(newer(**{"state.arm": np.ones((1, 1, 3))})), "state.arm: it is there twice"),
+        (asked(newer(language={"state.arm": "go"})), "state.arm: it is there twice"),
         (asked({"observation": 3}), "data: got int, want the map of an observation"),
         (asked(7), "data: got int"),
         (asked({1: 2}), "keys that are no text"),
