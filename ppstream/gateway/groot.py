@@ -94,6 +94,7 @@ class GrootServer:
         self._loops: list[asyncio.Task[None]] = []
         self._numbers = itertools.count(1)
         self._told: set[str] = set()
+        self._is_ending = False
         self._modalities = modalities(config, gateway)
         self._prompt_key = prompt_key(gateway)
         self._socket = GrootSocket(sockets_max(config))
@@ -115,21 +116,20 @@ class GrootServer:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """Answer whoever waits, give the rows back, and let the last replies leave."""
-        for loop in self._loops:
-            loop.cancel()
-        await asyncio.wait(self._loops)
-        unread: list[_Request] = []
-        with suppress(zmq.Again):
-            while len(unread) < UNREAD_MAX:
-                unread += filter(None, [await self._receive(zmq.NOBLOCK)])
-        waiting = [request for task, request in self._work.values() if task.cancel()]
-        for request in (*waiting, *unread):
-            request.counted.failed("gateway_ends")
-            self._send(request, {"error": "the gateway ends"})
+        """Answer whoever waits or asks meanwhile, give rows back, let the last replies leave."""
+        self._is_ending = True
+        for request in [request for task, request in self._work.values() if task.cancel()]:
+            self._tell_end(request)
         closing = [asyncio.to_thread(robot.session.close) for robot in self._robots.values()]
         if pending := [*self._ends, *map(asyncio.ensure_future, closing)]:
             await asyncio.wait(pending, timeout=END_LIMIT_S)
+        for loop in self._loops:
+            loop.cancel()
+        await asyncio.wait(self._loops)
+        with suppress(zmq.Again):
+            for _number in range(UNREAD_MAX):
+                if (unread := await self._receive(zmq.NOBLOCK)) is not None:
+                    self._tell_end(unread)
         self._threads.shutdown(wait=False)
         self._socket.close(round(END_LIMIT_S * MS_PER_S))
 
@@ -151,7 +151,9 @@ class GrootServer:
     def _take(self, request: _Request) -> None:
         """Begin to answer, or say why not."""
         message = request.message
-        if (refusal := message.refusal) is not None:
+        if self._is_ending:
+            self._tell_end(request)
+        elif (refusal := message.refusal) is not None:
             request.counted.failed("refused")
             self._log_once(request, refusal)
             self._send(request, {"error": refusal})
@@ -163,6 +165,10 @@ class GrootServer:
             self._send(request, {"error": "too many clients ask at once; ask again"})
         else:
             self._work[message.client] = (asyncio.create_task(self._answer(request)), request)
+
+    def _tell_end(self, request: _Request) -> None:
+        request.counted.failed("gateway_ends")
+        self._send(request, {"error": "the gateway ends"})
 
     async def _receive(self, flags: int = 0) -> _Request | None:
         """As ``GrootSocket.receive``."""
@@ -197,6 +203,8 @@ class GrootServer:
                     self._end(client, f"it asked nothing for {self._gateway.silence_s:g} s")
 
     def _end(self, client: bytes, why: str) -> None:
+        if self._is_ending:  # all sessions are being closed
+            return
         robot = self._robots.pop(client)
         logger.info("robot %s has left: %s", robot.name, why)
         if client in self._work:  # nobody waits for its answer, and others may for its row

@@ -7,6 +7,7 @@ import re
 import socket
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager, suppress
 from typing import Any
 
@@ -18,6 +19,7 @@ from robot_rig import Server, make_client, serving, wait_until
 
 from ppstream.gateway import groot
 from ppstream.gateway.groot_socket import PARTS_MAX
+from ppstream.gateway.session import GatewaySession
 from ppstream.gateway.wires import sockets_max
 from ppstream.wire.groot import decode_reply, encode
 from ppstream.wire.robot_messages import ChunkReport
@@ -534,6 +536,34 @@ def test_the_end_of_the_gateway_is_told_to_whoever_waits() -> None:
             wait_until(lambda: all(row.rings["joints"].newest_ns > 0 for row in rank0.rows))
         for robot in robots:
             assert refusal(robot.receive()) == "the gateway ends"
+
+
+def test_the_end_of_the_gateway_is_told_to_whoever_asks_while_it_gives_its_rows_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    is_ending, is_told = threading.Event(), threading.Event()
+    close = GatewaySession.close
+
+    def slowly(session: GatewaySession) -> None:
+        is_ending.set()
+        assert is_told.wait(15)
+        close(session)
+
+    monkeypatch.setattr(groot, "END_LIMIT_S", 60.0)
+    monkeypatch.setattr(GatewaySession, "close", slowly)
+
+    def ask_then(robot: Client) -> list[str]:
+        assert is_ending.wait(60)
+        told = [refusal(robot.ask()) for _ in range(2)]
+        is_told.set()
+        return told
+
+    with ThreadPoolExecutor(1) as pool, ExitStack() as stack:
+        with gated(**GROOT) as (_, gateway):
+            robot = stack.enter_context(client(gateway))
+            assert "action.x" in robot.ask()
+            told = pool.submit(ask_then, robot)
+        assert told.result() == ["the gateway ends"] * 2
 
 
 @pytest.mark.parametrize(
