@@ -35,9 +35,10 @@ CONTRACT_S: Final = 10.0  # who asks before ``connect`` waits so long
 class RobotClient:
     """One robot: declares its streams and actions, pushes samples, receives action chunks.
 
-    All methods may be called from any thread; a closed client cannot be used again. An exception
-    on the receiving thread, such as one of ``on_chunk``, ends the thread: it is logged, ``failure``
-    has its traceback, and each call that needs the thread raises, also ``timeline.action_at``.
+    All methods may be called from any thread; a closed client cannot be used again, nor one of the
+    parent in a process that was forked. An exception on the receiving thread, such as one of
+    ``on_chunk``, ends the thread: it is logged, ``failure`` has its traceback, and each call that
+    needs the thread raises, also ``timeline.action_at``.
 
     Args:
         endpoint: where rank 0 listens, ``unix://PATH`` on this host, or ``tcp://HOST:PORT``.
@@ -146,10 +147,10 @@ class RobotClient:
                 self._link = RobotLink(
                     self._endpoint, self._session, *callbacks, keys=self._keys, clock=self.clock
                 )
-                self._link.directory = self._directory
+                self._link.directory, self._pid = self._directory, os.getpid()
                 self._link.answers.get_ready = self._rehearsal.run
                 self._link.start()
-        wait_open(self._link, timeout_s, say)
+        wait_open(self._connected_link(), timeout_s, say)
 
     @property
     def contract(self) -> Described | None:
@@ -408,15 +409,15 @@ class RobotClient:
             raise PpstreamError(CLOSED)
 
     def _connected_link(self) -> RobotLink:
+        if os.getpid() != self._pid:  # else it would speak for the parent, and read its answers
+            raise PpstreamError("this client is of the process that forked this one; make another")
         if self._link is None:
             raise PpstreamError("this client has no connection yet; call connect() first")
         return self._link
 
     def _living_link(self) -> RobotLink:
-        link = self._link
-        if link is None or link.failure is not None:
-            link = self._connected_link()
-            link.raise_failure()
+        link = self._connected_link()
+        link.raise_failure()
         return link
 
     def _merge(self, chunk: ActionChunk) -> None:

@@ -1451,26 +1451,42 @@ def test_a_client_that_was_closed_before_it_ever_connected_stays_closed(tmp_path
         client.connect(0)
 
 
-#: A robot whose child, forked by a library, closes what it has inherited.
+#: A robot whose child, forked by a library, uses and closes what it has inherited, and has its own.
 FORKING = """
 import os, signal, sys
-from ppstream import RobotClient
+from ppstream import PpstreamError, RobotClient
+BOTH = {"joints": [0.0] * 3, "imu": [0.0] * 2}
 client = RobotClient(sys.argv[1], robot="arm")
+later = RobotClient(sys.argv[1], robot="child")
 client.connect(60)
 client.wait_ready(60)
 if not (child := os.fork()):
-    signal.alarm(20)
+    signal.alarm(60)
+    for call in (
+        client.connect, client.wait_ready, client.reset, lambda: client.ask(BOTH, 5),
+        lambda: client.push("joints", 1, [0.0] * 3), lambda: client.instruct("fold it"),
+    ):
+        try:
+            call()
+        except PpstreamError as error:
+            assert str(error) == "this client is of the process that forked this one; make another"
+        else:
+            raise AssertionError(call)
     client.close()
+    with later:
+        later.connect(30)
+        assert later.wait_ready(30)
+        assert later.ask(BOTH, 30).chunk
     os._exit(0)
 assert os.waitpid(child, 0) == (child, 0)
-assert client.ask({"joints": [0.0] * 3, "imu": [0.0] * 2}, 60).chunk
+assert client.ask(BOTH, 60).chunk
 assert client.statistics().sessions_opened == 1
 client.close()
 """
 
 
-def test_a_forked_process_that_closes_leaves_the_session_to_its_parent(tmp_path: Path) -> None:
-    with serving(make_config(f"unix://{tmp_path}/robots"), answers=True) as server:
+def test_a_forked_process_leaves_the_session_to_its_parent(tmp_path: Path) -> None:
+    with serving(make_config(f"unix://{tmp_path}/robots", rows=2), answers=True) as server:
         command = [sys.executable, "-W", "ignore", "-c", FORKING, server.sessions.endpoint]
         done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stderr) == (0, "")
