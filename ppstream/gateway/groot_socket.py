@@ -165,13 +165,13 @@ class GrootSocket:
     def port_of(self, descriptor: int) -> int | None:
         """The port at a connection's other end; None: it has ended."""
         with suppress(OSError), self._shared(descriptor) as connection:
-            return int(connection.getpeername()[1])
+            return _port(connection.getpeername())
         return None
 
     def _hang_up(self, descriptor: int) -> None:
         """End a connection, unless another file has its descriptor by now."""
         with suppress(OSError), self._shared(descriptor) as connection:
-            if connection.getsockname()[1] == self._port:
+            if _port(connection.getsockname()) == self._port:
                 connection.shutdown(sockets.SHUT_RDWR)
 
     @contextmanager
@@ -196,6 +196,11 @@ class GrootSocket:
             skipped += 1
             if skipped % SKIPPED_AT_ONCE == 0:
                 await asyncio.sleep(0)
+
+
+def _port(address: object) -> int | None:
+    """Port of a socket's address; None: it has none, as those of this host alone."""
+    return int(address[1]) if isinstance(address, tuple) else None
 
 
 def _origin(part: zmq.Frame) -> tuple[int, str]:

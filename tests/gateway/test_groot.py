@@ -467,6 +467,25 @@ def test_a_message_that_breaks_its_reader_breaks_nothing_else(
     ]
 
 
+def test_a_connection_whose_descriptor_is_a_socket_of_this_host_by_now_harms_nobody(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As a session's to rank 0 may be, when a client has left before its request is read."""
+    last = zmq.Frame.get
+    ours, theirs = socket.socketpair()
+
+    def get(frame: zmq.Frame, option: Any) -> Any:
+        return ours.fileno() if option == zmq.SRCFD else last(frame, option)
+
+    monkeypatch.setattr(zmq.Frame, "get", get)
+    with ours, theirs, gated(**GROOT) as (_, gateway), client(gateway, zmq.DEALER) as robot:
+        robot.socket.send_multipart([b""] * (PARTS_MAX + 1))
+        robot.socket.send_multipart([b"", encode(asked())])
+        assert "action.x" in robot.receive()
+        assert not is_closed(theirs)
+    assert [record.message for record in caplog.records if record.exc_info] == []
+
+
 def test_a_reset_begins_a_new_episode() -> None:
     with gated(**GROOT) as (rank0, gateway), client(gateway) as robot:
         robot.ask()
