@@ -49,7 +49,8 @@ TOLD_MAX: Final = 16  # reasons of refusals in the log
 SPARE_CLIENTS: Final = 8  # beyond the rows: those that have just left, and refused ones
 SWEEP_S: Final = 0.1
 UNREAD_MAX: Final = 1000  # requests that are still answered when the gateway ends
-END_LIMIT_S: Final = 1.0  # for the last replies to leave
+END_LIMIT_S: Final = 1.0  # for robots to ask once more, and again for the last replies to leave
+LOOK_S: Final = 0.01
 MS_PER_S: Final = 1000
 BYTES_PER_MB: Final = 1_000_000
 
@@ -95,6 +96,7 @@ class GrootServer:
         self._numbers = itertools.count(1)
         self._told: set[str] = set()
         self._is_ending = False
+        self._untold: set[bytes] = set()  # robots that do not know yet that the gateway ends
         self._modalities = modalities(config, gateway)
         self._prompt_key = prompt_key(gateway)
         self._socket = GrootSocket(sockets_max(config))
@@ -116,13 +118,19 @@ class GrootServer:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """Answer whoever waits or asks meanwhile, give rows back, let the last replies leave."""
-        self._is_ending = True
+        """Give the rows back, and answer until each robot knows, for a second at most.
+
+        A client that asks later waits for ever.
+        """
+        until_ns = now_ns() + round(END_LIMIT_S * NS_PER_S)
+        self._is_ending, self._untold = True, set(self._robots)
         for request in [request for task, request in self._work.values() if task.cancel()]:
             self._tell_end(request)
         closing = [asyncio.to_thread(robot.session.close) for robot in self._robots.values()]
         if pending := [*self._ends, *map(asyncio.ensure_future, closing)]:
             await asyncio.wait(pending, timeout=END_LIMIT_S)
+        while self._untold and now_ns() < until_ns:
+            await asyncio.sleep(LOOK_S)
         for loop in self._loops:
             loop.cancel()
         await asyncio.wait(self._loops)
@@ -167,6 +175,7 @@ class GrootServer:
             self._work[message.client] = (asyncio.create_task(self._answer(request)), request)
 
     def _tell_end(self, request: _Request) -> None:
+        self._untold.discard(request.message.client)
         request.counted.failed("gateway_ends")
         self._send(request, {"error": "the gateway ends"})
 
@@ -204,6 +213,7 @@ class GrootServer:
 
     def _end(self, client: bytes, why: str) -> None:
         if self._is_ending:  # all sessions are being closed
+            self._untold.discard(client)
             return
         robot = self._robots.pop(client)
         logger.info("robot %s has left: %s", robot.name, why)

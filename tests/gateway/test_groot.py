@@ -19,7 +19,6 @@ from robot_rig import Server, make_client, serving, wait_until
 
 from ppstream.gateway import groot
 from ppstream.gateway.groot_socket import PARTS_MAX
-from ppstream.gateway.session import GatewaySession
 from ppstream.gateway.wires import sockets_max
 from ppstream.wire.groot import decode_reply, encode
 from ppstream.wire.robot_messages import ChunkReport
@@ -557,32 +556,21 @@ def test_the_end_of_the_gateway_is_told_to_whoever_waits() -> None:
             assert refusal(robot.receive()) == "the gateway ends"
 
 
-def test_the_end_of_the_gateway_is_told_to_whoever_asks_while_it_gives_its_rows_back(
+def test_the_end_of_the_gateway_is_told_to_a_robot_that_asks_when_its_row_was_given_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    is_ending, is_told = threading.Event(), threading.Event()
-    close = GatewaySession.close
-
-    def slowly(session: GatewaySession) -> None:
-        is_ending.set()
-        assert is_told.wait(15)
-        close(session)
-
-    monkeypatch.setattr(groot, "END_LIMIT_S", 60.0)
-    monkeypatch.setattr(GatewaySession, "close", slowly)
-
-    def ask_then(robot: Client) -> list[str]:
-        assert is_ending.wait(60)
-        told = [refusal(robot.ask()) for _ in range(2)]
-        is_told.set()
-        return told
-
+    monkeypatch.setattr(groot, "END_LIMIT_S", 15.0)
     with ThreadPoolExecutor(1) as pool, ExitStack() as stack:
-        with gated(**GROOT) as (_, gateway):
+        with gated(**GROOT) as (rank0, gateway):
             robot = stack.enter_context(client(gateway))
             assert "action.x" in robot.ask()
-            told = pool.submit(ask_then, robot)
-        assert told.result() == ["the gateway ends"] * 2
+
+            def ask_late() -> str:
+                wait_until(lambda: rank0.rows[0].session == 0)
+                return refusal(robot.ask())
+
+            told = pool.submit(ask_late)
+        assert told.result() == "the gateway ends"
 
 
 @pytest.mark.parametrize(
