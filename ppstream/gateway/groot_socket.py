@@ -222,7 +222,7 @@ def _bind(socket: zmq.asyncio.Socket, gateway: GatewayConfig, host: str, port: i
     """Raises ZMQError, or OSError: it cannot listen there."""
     options = {
         zmq.ROUTER_MANDATORY: 1,  # a client that has left is an error, not a silence
-        zmq.ROUTER_HANDOVER: 0,  # nobody takes over another's address
+        zmq.ROUTER_HANDOVER: 1,  # who comes with a chosen address that is in use is refused, too
         zmq.MAXMSGSIZE: round(READ_FACTOR * gateway.message_mb * BYTES_PER_MB),
         zmq.RCVHWM: WAITING_MAX,
         zmq.SNDHWM: WAITING_MAX,

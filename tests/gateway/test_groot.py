@@ -410,6 +410,8 @@ def test_a_client_that_chose_its_address_is_refused_whatever_it_asks(chosen: byt
     ):
         for endpoint in ("ping", "get_action", "reset"):
             assert "leave that unset" in refusal(named.ask({"endpoint": endpoint, "data": older()}))
+        with client(gateway, IDENTITY=chosen) as same:
+            assert "leave that unset" in refusal(same.ask())
         assert "action.x" in other.ask()
         assert re.fullmatch(r"groot-1-127\.0\.0\.1-\d+", rank0.rows[0].robot)
         assert not rank0.rows[1].robot
