@@ -6,13 +6,13 @@ executes them. Sending never waits; samples that cannot be sent now are counted 
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from ppstream.core.clock import NS_PER_MS, NS_PER_S, Clock, limit_ns, now_ns
 from ppstream.core.errors import PpstreamError
+from ppstream.core.forks import forks
 from ppstream.robot.answer import Answer, Asking
 from ppstream.robot.connection import CLOSED, RobotLink
 from ppstream.robot.contract import Declarations, ask_contract
@@ -97,7 +97,7 @@ class RobotClient:
         self.on_chunk = on_chunk
         self._link: RobotLink | None = None
         self._linking = threading.Lock()  # held while the link is made or given up
-        self._pid = os.getpid()
+        self._forks = forks.count
         self._asking = threading.Lock()
         self._asked: Asking | None = None
         self.counts_answers = True  # as executed; False: who asks says so, by ``executed``
@@ -147,7 +147,7 @@ class RobotClient:
                 self._link = RobotLink(
                     self._endpoint, self._session, *callbacks, keys=self._keys, clock=self.clock
                 )
-                self._link.directory, self._pid = self._directory, os.getpid()
+                self._link.directory, self._forks = self._directory, forks.count
                 self._link.answers.get_ready = self._rehearsal.run
                 self._link.start()
         wait_open(self._connected_link(), timeout_s, say)
@@ -371,7 +371,7 @@ class RobotClient:
         and reported. A ``ControlLoop`` latches the fault ``client`` and brings the robot to rest.
         A process that was forked closes nothing: the session is its parent's.
         """
-        if os.getpid() != self._pid:
+        if forks.count != self._forks:
             return
         with self._linking:
             link = self._link
@@ -409,7 +409,7 @@ class RobotClient:
             raise PpstreamError(CLOSED)
 
     def _connected_link(self) -> RobotLink:
-        if os.getpid() != self._pid:  # else it would speak for the parent, and read its answers
+        if forks.count != self._forks:  # else it would speak for the parent, and read its answers
             raise PpstreamError("this client is of the process that forked this one; make another")
         if self._link is None:
             raise PpstreamError("this client has no connection yet; call connect() first")
