@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import suppress
 from difflib import get_close_matches
-from importlib.machinery import ModuleSpec, PathFinder
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -52,7 +52,7 @@ def _problems(target: str, how: str) -> Iterator[str]:
         if not _makes_modules(outer):
             yield f"got {target!r}, but there is no module {module!r}; install it, or mend the name"
         return
-    if spec.origin is None or not spec.origin.endswith(".py"):
+    if spec.origin is None or not isinstance(spec.loader, SourceFileLoader):  # as in a zip file
         return
     try:
         tree = _tree_of(spec.origin)

@@ -1,6 +1,7 @@
 """Names of code in a configuration: what their files tell, and what is left to a rank."""
 
 import os
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -79,6 +80,15 @@ def test_a_package_that_makes_modules_while_it_is_imported_is_left_to_a_rank(her
     assert not is_module("lazy.made")
     (here / "lazy" / "__init__.py").write_text("")
     assert len(problems("policy.target=lazy.made:build")) == 1
+
+
+def test_a_module_in_a_zip_file_is_left_to_a_rank(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with zipfile.ZipFile(here / "packed.zip", "w") as packed:
+        packed.writestr("from_a_zip.py", "def build(options, device): ...")
+    monkeypatch.syspath_prepend(here / "packed.zip")
+    assert problems("policy.target=from_a_zip:build") == []
 
 
 def test_a_module_of_this_folder_comes_before_one_that_is_installed(here: Path) -> None:
