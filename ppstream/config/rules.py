@@ -374,7 +374,7 @@ def _record_problems(config: PipelineConfig) -> Iterator[str]:
 def _recording_problems(path: str, name: str | None) -> Iterator[str]:
     if name is None:
         return
-    if os.path.isdir(name):
+    if os.path.isdir(name):  # a ROS 2 bag; no error where a folder above is shut
         return
     yield from unreadable_file(path, name)
     if Path(name).suffix not in RECORDING_SUFFIXES:

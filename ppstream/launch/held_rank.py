@@ -34,7 +34,8 @@ def watch_from_outside(config: PipelineConfig, end: RankEnd, stack: ExitStack) -
     """Have this lone rank ended when no thread of it can run; ``stack`` ends that."""
     assert end.run is not None, "as for its watchdog"
     limits = config.liveness.watchdog_s, config.liveness.start_s
-    command = [sys.executable, "-m", __name__, str(os.getpid()), str(end.run.directory)]
+    stacks = end.run.stacks_path(end.rank, end.generation)
+    command = [sys.executable, "-m", __name__, str(os.getpid()), str(stacks)]
     command += [str(end.generation), *(f"{limit:g}" for limit in limits)]
     try:
         process = subprocess.Popen(
@@ -52,8 +53,8 @@ def watch_from_outside(config: PipelineConfig, end: RankEnd, stack: ExitStack) -
 
 def main(arguments: Sequence[str]) -> int:
     """Look at the process that has started this one until it ends, or has to be ended."""
-    pid, directory, generation, watchdog_s, start_s = arguments
-    stacks = Path(directory) / f"rank0.gen{generation}.stacks.txt"
+    pid, file, generation, watchdog_s, start_s = arguments
+    stacks = Path(file)
     with suppress(ProcessLookupError):
         rank = HeldProcess.parent()
         was_held = False
@@ -65,7 +66,7 @@ def main(arguments: Sequence[str]) -> int:
                     f"(liveness.watchdog_s = {watchdog_s}, start_s = {start_s} before ready): a "
                     f"call into C holds the interpreter (all stacks: {stacks})"
                 )
-                _end(rank, Path(directory), int(generation), text)
+                _end(rank, stacks.parent, int(generation), text)
             was_held = is_held
     return 0
 

@@ -38,6 +38,7 @@ from ppstream.launch.placement import ranks_wanted
 from ppstream.launch.progress import CLEAR
 from ppstream.launch.rank_exit import CLOSE_GRACE_S, RankEnd
 from ppstream.launch.requirements import (
+    HERE,
     PYTHON_MIN,
     missing_packages,
     problems_here,
@@ -57,7 +58,6 @@ NO_MEMORY: Final = (
     "the kernel has killed a process of this host for want of memory meanwhile (dmesg names it): "
     "give the host or its container more, or load less"
 )
-HERE: Final = "127.0.0.1"  # a host's own name may take a resolver seconds
 
 
 def main(argv: Sequence[str] | None = None) -> int:

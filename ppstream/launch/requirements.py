@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 PYTHON_MIN: Final = (3, 11)
 MODULES: Final = {"pillow": "PIL"}  # where a library's name is another
-HERE: Final = "127.0.0.1"
+HERE: Final = "127.0.0.1"  # a host's own name may take a resolver seconds
 LAUNCH: Final = "start ranks with ppstream run or torchrun, which set it"
 FREE: Final = "give another, or 0 for any free port"
 IPV6: Final = 6
