@@ -52,20 +52,18 @@ def shared_weights(parts: Sequence[Policy], mine: Sequence[Policy]) -> dict[str,
     Each rank of a chain builds all parts: a module that two of them share is then as many modules
     as there are ranks. Its weights are named by the first part that has them.
     """
-    names: dict[tuple[int, int, torch.Size], str] = {}
-    holders: dict[tuple[int, int, torch.Size], set[int]] = {}
-    tensors: dict[tuple[int, int, torch.Size], Tensor] = {}
+    seen: dict[tuple[int, int, torch.Size], tuple[str, Tensor, set[int]]] = {}
     for index, part in enumerate(parts):
         for name, tensor in _state_or_none(part):
             if place := _memory_of(tensor):
-                names.setdefault(place, f"{name_of(part)}.{name}")
-                holders.setdefault(place, set()).add(index)
-                tensors[place] = tensor
+                first = f"{name_of(part)}.{name}", tensor, set[int]()
+                *_, holders = seen.setdefault(place, first)
+                holders.add(index)
     ours = {index for index, part in enumerate(parts) if any(part is one for one in mine)}
     return {
-        names[place]: _text(tensors[place])
-        for place, held in holders.items()
-        if held & ours and held - ours
+        name: _text(tensor)
+        for name, tensor, holders in seen.values()
+        if holders & ours and holders - ours
     }
 
 
