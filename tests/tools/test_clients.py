@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -91,6 +92,15 @@ def test_the_miniature_of_a_cut_policy_answers_each_row_with_its_own_state() -> 
             tensors[spec.name] = torch.zeros(2, *spec.shape, dtype=getattr(torch, spec.dtype))
         part({spec.name: tensors[spec.name] for spec in part.inputs}, tensors)
     assert torch.equal(tensors["actions"][:, 0], state[:, :ACTION_DIM])
+
+
+def test_a_number_instead_of_a_work_is_a_pause_without_a_policy() -> None:
+    state = np.arange(14, dtype=np.float32)
+    begun = time.monotonic()
+    assert np.array_equal(policy("2.5")(state), state[:ACTION_DIM])
+    assert time.monotonic() - begun >= 2.5e-3
+    with pytest.raises(SystemExit, match="no such work"):
+        policy("2.5.1")
 
 
 def test_a_request_without_an_answer_ends_its_robot_and_says_what_waits() -> None:

@@ -16,6 +16,8 @@ stands beside the gateway there. Of one client alone the parts of its way are re
 log (one host: one clock), and so is with how many rows the policy was called. ``native rows`` is
 our own client in rows, past the gateway. ``one rank`` runs all stages in turn, without a link,
 which is what ``ppstream run`` does on one GPU; ``rows, one rank`` is that behind the gateway.
+``openpi, bare`` is the other server with a pause of the policy's own time, on CPUs of none, instead
+of the policy: what a request takes over that is the client's and its wire's.
 
 ``--keep-freed`` has glibc keep what openpi's client frees. It gives large messages' memory back by
 default, and whether it does can hang on the length of a path: compare runs of equal ``faults``, the
@@ -77,6 +79,7 @@ NATIVE: Final = "ppstream, native rows"
 ONE: Final = "ppstream, one rank"
 ALONE: Final = "ppstream, rows, 1 process"
 ROWS_ONE: Final = "ppstream, rows, one rank"
+BARE: Final = "openpi, bare"
 #: Half a policy's time, about.
 GATHER_MS: Final = {"pause": 20.0, "frames": 3.0, "tiny": 10.0, "act": 2.0, "vla": 10.0}
 PACED: Final = {
@@ -90,7 +93,7 @@ PACED: Final = {
 }
 LONE: Final = (TWO, ONE)  # have one row
 ON_UNIX: Final = (*LONE, NATIVE)  # asked by our own client, past the gateway
-SERVERS: Final = (*PACED, OPENPI)
+SERVERS: Final = (*PACED, OPENPI, BARE)
 ON_CPU: Final = (ROWS, SAMPLE, OPENPI)
 WORKS: Final = (*PAUSES_MS, "tiny", *ON_GPU)
 #: Most ms of one client's p50 over the policy's own time.
@@ -190,7 +193,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         mode = "; ".join([mode, *["freed memory kept"] * options.keep_freed, *options.settings])
         print_environment(mode)
-        alone_ms = policy_alone_ms(options.work)
+        alone_ms = options.alone_ms = policy_alone_ms(options.work)
         if OPENPI in session.skipped:
             print(f"skipped: {session.skipped[OPENPI]}")
             return 0
@@ -206,10 +209,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                         print(f"  {clients} at once: {shown}", flush=True)
                         over = None if alone_ms is None else cell[1] - alone_ms
                         found.append(ClientsCell(number, server, clients, *cell, over))
-    targets, claims = judged(found)
-    more_targets, more_claims = judged(found, ROWS_ONE)
-    targets, claims = targets + more_targets, claims + more_claims
-    targets += over_the_policy(found)
+    (targets, claims), (more, also) = judged(found), judged(found, ROWS_ONE)
+    targets, claims = [*targets, *more, *over_the_policy(found)], claims + also
     print_cells(found)
     print_logs(logs)
     print_targets(targets)
@@ -289,8 +290,9 @@ def measure(
 def serving(session: PeerBench, server: str, options: argparse.Namespace) -> Iterator[ServerLog]:
     """The server, while the block runs; settings on top are for ours."""
     work: str = options.work
-    if server == OPENPI:
-        module = ["-m", "bench.peers_servers", "openpi", "127.0.0.1", work]
+    if server in {OPENPI, BARE}:
+        behind = work if server == OPENPI else str(options.alone_ms or 0)
+        module = ["-m", "bench.peers_servers", "openpi", "127.0.0.1", behind]
         with program(session, OPENPI, module, ()) as process:
             yield ServerLog(read_line(process))
         return

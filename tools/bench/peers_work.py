@@ -47,7 +47,12 @@ def observation(work: str) -> dict[str, Array]:
 
 
 def policy(work: str) -> Policy:
-    """Makes float32 actions ``[ACTION_DIM]`` of a state; only the MLP works for them."""
+    """Makes float32 actions ``[ACTION_DIM]`` of a state; only the MLP works for them.
+
+    A number instead of a work is a pause of so many ms.
+    """
+    if work.replace(".", "", 1).isdigit():
+        return Pause(float(work))
     if work not in WORKS:
         raise SystemExit(f"no such work: {work}")
     if work in PAUSES_MS:
