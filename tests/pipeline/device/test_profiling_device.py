@@ -20,6 +20,7 @@ from ppstream.observe.profiler import Profiler
 from ppstream.report.kernels import cli
 from ppstream.report.kernels.findings import findings
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*Profiler clears events")  # torch 2.11, of any
 SHORT = ProfileConfig(wait=2, warmup=2, active=5)
 CHANGES = 4  # begin, warm up, record, stop
 
