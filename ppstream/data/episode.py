@@ -17,12 +17,7 @@ from ppstream.config.schema import BatchConfig
 from ppstream.core.clock import NS_PER_MS
 from ppstream.core.errors import ConfigError
 from ppstream.data.sample_column import SampleColumn, column_of
-from ppstream.recording.recording import (
-    RecordedFrames,
-    Recording,
-    Track,
-    arrivals_on_stamps_clock,
-)
+from ppstream.recording.recording import RecordedFrames, Recording, Track
 from ppstream.recording.window_schedule import Grid, WindowSchedule, schedule_of
 
 if TYPE_CHECKING:
@@ -93,7 +88,7 @@ def episodes_of(
     if recording.lost:
         text = "%s: the recorder lost samples (%s), a gap like any other"
         logger.warning(text, path, recording.lost_text)
-    pieces = between_resets(recording)
+    pieces = [piece.recording for piece in recording.between_resets()]
     whole = [
         one
         for one in pieces
@@ -106,32 +101,6 @@ def episodes_of(
         )
     found = [_episode(path, one, config, cut, steps) for one in whole]
     return Episodes(found, len(pieces) - len(whole))
-
-
-def between_resets(recording: Recording) -> list[Recording]:
-    """The recording in pieces: wherever a run's history was emptied, one ends.
-
-    A robot's clock may have begun anew there, as a simulator's does with each episode.
-    """
-    begun, pieces = dict.fromkeys(recording.tracks, 0), []
-    counts = [dict(step.samples) for step in recording.steps if step.end_ns is None]
-    for count in [*counts, {name: len(t.stamps_ns) for name, t in recording.tracks.items()}]:
-        stop = {name: max(at, count.get(name, 0)) for name, at in begun.items()}
-        if stop != begun:
-            tracks = {
-                name: _part(track, begun[name], stop[name])
-                for name, track in recording.tracks.items()
-            }
-            pieces.append(Recording(arrivals_on_stamps_clock(tracks), robot=recording.robot))
-        begun = stop
-    return pieces
-
-
-def _part(track: Track, begin: int, end: int) -> Track:
-    arrivals = None if track.arrivals_ns is None else track.arrivals_ns[begin:end]
-    frames = track.values
-    values = frames.part(begin, end) if isinstance(frames, RecordedFrames) else frames[begin:end]
-    return Track(track.stamps_ns[begin:end], values, arrivals)
 
 
 def _episode(

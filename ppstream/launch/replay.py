@@ -20,7 +20,7 @@ from ppstream.config.schema import PipelineConfig
 from ppstream.core.clock import NS_PER_MS, NS_PER_S, now_ns
 from ppstream.core.errors import ConfigError, PeerLostError, PpstreamError
 from ppstream.recording.load import FORMS, load_recording
-from ppstream.recording.recording import RecordedMessage, Recording
+from ppstream.recording.recording import Piece, RecordedMessage, Recording
 from ppstream.recording.repeated_actions import compare_actions
 from ppstream.robot.client import RobotClient
 from ppstream.wire.robot_messages import ActionChunk
@@ -28,6 +28,7 @@ from ppstream.wire.robot_messages import ActionChunk
 REFUSED_PAUSE_S: Final = 0.001  # between two attempts while nobody can take samples
 REFUSED_LIMIT_S: Final = 10.0  # longer than a restart of the server takes
 DIFFERS: Final = 1  # exit code
+SAME_CLOCK_NS: Final = NS_PER_S  # by more a robot's clock began anew, by less samples were late
 LAST_CHUNK_S: Final = 0.3  # for that of the last window, if none was dropped
 
 
@@ -39,8 +40,12 @@ class ReplayClock:
         self._first_ns = first_ns
         self._speed = speed
         self._started_ns: int | None = None
+        self._ahead_ns = 0  # of the recording's time, since the robot's clock began anew
 
     def __call__(self) -> int:
+        return self._recorded_ns() + self._ahead_ns
+
+    def _recorded_ns(self) -> int:
         if self._speed is None or self._started_ns is None:
             return self._reached_ns
         return self._first_ns + int((now_ns() - self._started_ns) * self._speed)
@@ -48,30 +53,41 @@ class ReplayClock:
     def start(self) -> None:
         self._started_ns = now_ns()
 
+    def begin(self, piece: Piece) -> None:
+        """Sleep until the piece is due, and go on with its clock."""
+        self.wait_until(piece.begin_ns + self._ahead_ns)
+        self._ahead_ns = piece.recording.first_ns - piece.begin_ns
+
     def wait_until(self, due_ns: int) -> None:
-        """Sleep until the recording's time is ``due_ns``; at ``max`` it is so at once."""
+        """Sleep until the robot's clock is ``due_ns``; at ``max`` it is so at once."""
+        due_ns -= self._ahead_ns
         self._reached_ns = max(self._reached_ns, due_ns)
         if self._speed is not None:
-            while (left_ns := due_ns - self()) > 0:
+            while (left_ns := due_ns - self._recorded_ns()) > 0:
                 time.sleep(left_ns / self._speed / NS_PER_S)
 
 
 def play(
-    client: RobotClient, recording: Recording, clock: ReplayClock, batch_ns: int, *, insist: bool
+    client: RobotClient, pieces: Sequence[Piece], clock: ReplayClock, batch_ns: int, *, insist: bool
 ) -> None:
     """Push every sample when it is due, those of a stream within ``batch_ns`` together.
 
-    ``insist``: offer samples that nobody can take now again, so that nothing runs ahead of the
-    server. Otherwise they are lost and counted, as a robot's are.
+    Between two pieces the robot begins a new episode. ``insist``: offer samples that nobody can
+    take now again, so that nothing runs ahead of the server. Otherwise they are lost and counted,
+    as a robot's are.
 
     Raises:
         PeerLostError: insisting did not help.
     """
     clock.start()
-    for message in recording.messages(batch_ns):
-        clock.wait_until(message.due_ns)
-        if not client.push(message.stream, message.stamps_ns, message.values) and insist:
-            _insist(client, message)
+    for number, piece in enumerate(pieces):
+        clock.begin(piece)
+        if number:
+            client.reset()
+        for message in piece.recording.messages(batch_ns):
+            clock.wait_until(message.due_ns)
+            if not client.push(message.stream, message.stamps_ns, message.values) and insist:
+                _insist(client, message)
 
 
 def _insist(client: RobotClient, message: RecordedMessage) -> None:
@@ -86,12 +102,14 @@ def replay(arguments: argparse.Namespace, config: PipelineConfig) -> str:
     """Replay the whole file; returns what to tell about it."""
     recording = load_recording(arguments.file, config.streams, config.record.robot)
     recording = recording.select(config.streams)
+    pieces = recording.between_resets(SAME_CLOCK_NS)
     clock, is_over = ReplayClock(recording.first_ns, arguments.speed), threading.Event()
-    last_ns = max(recording.tracks[config.reference.name].stamps_ns)
+    last_ns = max(pieces[-1].recording.tracks[config.reference.name].stamps_ns, default=0)
+    last_epoch = len(pieces) - 1
 
     def take(chunk: ActionChunk) -> None:
         client.executed(chunk, clock())
-        if chunk.window_end_ns >= last_ns:
+        if chunk.window_end_ns >= last_ns and chunk.session_epoch == last_epoch:
             is_over.set()
 
     client = RobotClient(
@@ -111,7 +129,7 @@ def replay(arguments: argparse.Namespace, config: PipelineConfig) -> str:
             )
         began_ns = now_ns()
         batch_ns = round(arguments.batch_ms * NS_PER_MS)
-        play(client, recording, clock, batch_ns, insist=arguments.speed is None)
+        play(client, pieces, clock, batch_ns, insist=arguments.speed is None)
         took_s = (now_ns() - began_ns) / NS_PER_S
         is_over.wait(LAST_CHUNK_S)  # no longer: a robot that stays is without a new chunk
     return _summary(client, recording, took_s)

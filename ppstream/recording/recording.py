@@ -116,6 +116,13 @@ class Track(NamedTuple):
             self.stamps_ns if self.arrivals_ns is None else self.arrivals_ns
         )
 
+    def part(self, begin: int, end: int) -> Track:
+        """The samples from ``begin`` to before ``end``."""
+        arrivals = None if self.arrivals_ns is None else self.arrivals_ns[begin:end]
+        found = self.values
+        values = found.part(begin, end) if isinstance(found, RecordedFrames) else found[begin:end]
+        return Track(self.stamps_ns[begin:end], values, arrivals)
+
 
 def arrivals_on_stamps_clock(
     tracks: Mapping[str, Track], delay_max_ns: int = 0
@@ -197,6 +204,13 @@ class RecordedMessage(NamedTuple):
     values: NDArray[Any]
 
 
+class Piece(NamedTuple):
+    """A part of a recording, which keeps the robot's clock that it was recorded with."""
+
+    recording: Recording
+    begin_ns: int  # when its first sample is due in the whole recording
+
+
 class Unrepeatable(NamedTuple):
     """Words on windows of a run that cannot be cut again."""
 
@@ -246,12 +260,32 @@ class Recording:
     @property
     def first_ns(self) -> int:
         """The earliest time at which a sample is due."""
-        return min(int(track.due_ns[0]) for track in self.tracks.values())
+        return min(int(track.due_ns[0]) for track in self.tracks.values() if len(track.stamps_ns))
 
     @property
     def last_ns(self) -> int:
         """The time at which the last sample is due."""
         return max(int(track.due_ns[-1]) for track in self.tracks.values())
+
+    def between_resets(self, same_clock_ns: int = 0) -> list[Piece]:
+        """The recording in pieces: wherever a run's history was emptied, one ends.
+
+        A robot's clock may have begun anew there, as a simulator's does with each episode. A piece
+        whose clock differs by at most ``same_clock_ns`` goes on with the whole recording's.
+        """
+        begun, pieces = dict.fromkeys(self.tracks, 0), []
+        counts = [dict(step.samples) for step in self.steps if step.end_ns is None]
+        for count in [*counts, {name: len(t.stamps_ns) for name, t in self.tracks.items()}]:
+            stop = {name: max(at, count.get(name, 0)) for name, at in begun.items()}
+            if stop != begun:
+                tracks = {
+                    name: track.part(begun[name], stop[name]) for name, track in self.tracks.items()
+                }
+                begin_ns = min(int(t.due_ns[0]) for t in tracks.values() if len(t.stamps_ns))
+                on_clock = arrivals_on_stamps_clock(tracks, same_clock_ns)
+                pieces.append(Piece(Recording(on_clock, robot=self.robot), begin_ns))
+            begun = stop
+        return pieces
 
     def select(self, streams: Sequence[StreamConfig]) -> Recording:
         """The declared streams, in their order and dtype.

@@ -39,6 +39,7 @@ class Server:
         self._pause_ns = pause_ns
         self.sessions = Sessions(settings, self.case.rows)
         self.sessions.set_phase(phase)
+        self.windows: list[tuple[int, int]] = []  # of which episode, and where they ended
         self._waiter = Waiter()
         self._stopped = threading.Event()
         for fd in self.sessions.fds:
@@ -66,6 +67,7 @@ class Server:
                 continue
             end_ns = self.case.cutter.cut(out, [None], LEASE).window_end_ns[0]
             self.sessions.emit(0, self._chunk(seq, end_ns))
+            self.windows.append((self.case.rows[0].session_epoch, end_ns))
             seq += 1
 
     def _chunk(self, seq: int, end_ns: int) -> ActionChunk:
@@ -296,6 +298,48 @@ def test_a_recorded_run_is_streamed_as_it_had_come(
     assert int(slow.stamps_ns[0, 9]) == 500_000_366 * MS
     stamps = slow.stamps_ns[0, :10].numpy()
     assert slow.values[0, :10].tolist() == ramp(stamps, 1).tolist()
+
+
+@pytest.mark.parametrize(
+    "begins_ms",
+    [(5e8, 5e8 + 700, 5e8 + 1400), (5e8, 3e8, 4e8)],
+    ids=["the clock goes on", "it begins anew"],
+)
+@pytest.mark.parametrize("options", [(), ("--speed", "max", "--batch-ms", "0")])
+def test_each_recorded_episode_is_one_again(
+    options: tuple[str, ...],
+    begins_ms: tuple[float, ...],
+    settings: PipelineConfig,
+    tmp_path: Path,
+) -> None:
+    """As of a simulator, whose clock may begin anew with each: ages are of the episode's clock."""
+    pytest.importorskip("mcap")
+    file = tmp_path / "run.mcap"
+    actions = msgspec.structs.replace(settings.actions, lease_ms=5000.0)  # on a busy machine, too
+    settings = msgspec.structs.replace(
+        settings, actions=actions, record=RecordConfig(file=str(file))
+    )
+    recorder = open_recorder(settings, "run")
+    assert recorder is not None
+    for episode, begin_ms in enumerate(begins_ms):
+        for number in range(100):
+            stamps, came_ns = at_ms(begin_ms + 4 * number), (1000 + 700 * episode + 4 * number) * MS
+            recorder.samples("arm", "fast", stamps, ramp(stamps, 3), came_ns)
+            recorder.samples("arm", "slow", stamps, ramp(stamps, 1).astype(np.float64), came_ns)
+        if episode < 2:
+            recorder.cleared("arm", "new_episode")
+    recorder.close()
+    with serving(settings) as server:
+        done = run_tool(settings, tmp_path, file, *options)
+    assert done.returncode == 0, done.stderr
+    assert "600 recorded, 600 sent" in done.stdout
+    assert {epoch for epoch, _ in server.windows} == {0, 1, 2}
+    begins_ns = at_ms(*begins_ms).tolist()
+    for epoch, end_ns in server.windows:
+        assert begins_ns[epoch] <= end_ns <= begins_ns[epoch] + 400 * MS
+    if not options:  # as long as it was recorded, and old by the clock of the episode
+        assert float(done.stdout.split(" in ")[1].split(" s")[0]) >= 1.79
+        assert 0 < float(done.stdout.split(" max ")[1].split(" ms")[0]) < 1000
 
 
 @pytest.mark.parametrize("form", ["raw", "jpeg"])
