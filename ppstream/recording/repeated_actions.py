@@ -1,12 +1,13 @@
 """Repeated actions: a replay's action chunks beside those that the recorded robot was sent.
 
 Only bit for bit counts as equal. Nothing is replayed here: the replay has written its chunks
-(``service.actions_file``), and the recording has the robot's.
+(``service.actions_file``), and the recording has the robot's. Windows that end at one stamp, as in
+a simulator whose clock begins anew with each episode, are told apart by their order.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -17,7 +18,14 @@ from ppstream.core.errors import ConfigError
 from ppstream.recording.load import read_numpy
 from ppstream.recording.mcap_messages import EncodedMessage
 from ppstream.recording.mcap_reader import read_mcap
-from ppstream.recording.mcap_schema import ACTIONS, Chunk, need_mcap, parse_topic
+from ppstream.recording.mcap_schema import (
+    ACTIONS,
+    WINDOWS,
+    Chunk,
+    WindowHeader,
+    need_mcap,
+    parse_topic,
+)
 from ppstream.recording.recording import unreadable
 
 if TYPE_CHECKING:
@@ -25,6 +33,10 @@ if TYPE_CHECKING:
 
 SUFFIX: Final = ".mcap"  # of the recording
 FIELDS: Final = ("window_end_ns", "actions")  # of the replay's file
+DECODERS: Final[dict[str, msgspec.json.Decoder[Any]]] = {
+    ACTIONS: msgspec.json.Decoder(Chunk),
+    WINDOWS: msgspec.json.Decoder(WindowHeader),
+}
 REMEDY: Final = (
     "where they should be equal, repeat the run as it was recorded: the same batch.rows, weights, "
     'limits, device and machine, and frames as record.frames = "raw"'
@@ -82,11 +94,12 @@ def compare_actions(recording: Path, replay: Path, robot: str | None = None) -> 
     equal = missing = 0
     largest = 0.0
     for chunk in sent.chunks:
+        place = sent.places.get((chunk.epoch, chunk.seq))
         found = again[chunk.window_end_ns]
-        if not found:
+        if place is None or place >= len(found):
             missing += 1
             continue
-        mine, theirs = np.array(chunk.actions, np.float32), found.pop(0).reshape(-1)
+        mine, theirs = np.array(chunk.actions, np.float32), found[place].reshape(-1)
         if mine.tobytes() == theirs.tobytes():
             equal += 1
         elif mine.shape == theirs.shape:
@@ -97,32 +110,46 @@ def compare_actions(recording: Path, replay: Path, robot: str | None = None) -> 
     return Repeated(sent.robot, len(sent.chunks), equal, missing, largest, replayed)
 
 
-class _Sent(NamedTuple):
-    robot: str
-    chunks: list[Chunk]
+class _Sent:
+    """Chunks that a robot was sent, and its windows, which may have had none."""
+
+    def __init__(self, robot: str) -> None:
+        self.robot = robot
+        self.chunks: list[Chunk] = []
+        self.places: dict[tuple[int, int], int] = {}  # by epoch and seq, among those of one end
+        self._ends = Counter[int]()
+
+    def add(self, body: Chunk | WindowHeader) -> None:
+        if isinstance(body, WindowHeader):
+            self.places[body.epoch, body.seq] = self._ends[body.window_end_ns]
+            self._ends[body.window_end_ns] += 1
+        elif not body.dropped:
+            self.chunks.append(body)
 
 
 def _sent(path: Path, robot: str | None) -> _Sent:
     need_mcap()
     if path.suffix != SUFFIX:
         raise ConfigError([f"{path}: want the {SUFFIX} of a run (record.file) to compare with"])
-    decoder = msgspec.json.Decoder(Chunk)
-    robots: dict[str, list[Chunk]] = {}
+    robots: dict[str, _Sent] = {}
+    answered: set[str] = set()
     try:
         for found in read_mcap(path):
             parts = parse_topic(found.topic) if isinstance(found, EncodedMessage) else None
-            if isinstance(found, EncodedMessage) and parts is not None and parts[1] == ACTIONS:
-                chunk = decoder.decode(found.data)
-                robots.setdefault(parts[0], []).extend([] if chunk.dropped else [chunk])
+            if isinstance(found, EncodedMessage) and parts is not None and parts[1] in DECODERS:
+                one = robots.setdefault(parts[0], _Sent(parts[0]))
+                one.add(DECODERS[parts[1]].decode(found.data))
+                if parts[1] == ACTIONS:
+                    answered.add(parts[0])
     except (OSError, msgspec.MsgspecError) as error:
         raise unreadable(path, error) from error
-    names = ", ".join(sorted(robots)) or "nobody"
-    if robot is None and len(robots) > 1:
+    names = ", ".join(sorted(answered)) or "nobody"
+    if robot is None and len(answered) > 1:
         raise ConfigError([f"record.robot: missing, want one of {names} in {path}"])
-    chosen = robot if robot is not None else next(iter(robots), None)
-    if chosen is None or chosen not in robots:
+    chosen = robot if robot is not None else next(iter(answered), None)
+    if chosen is None or chosen not in answered:
         raise ConfigError([f"{path}: has no actions of {chosen or 'a robot'}; recorded: {names}"])
-    return _Sent(chosen, robots[chosen])
+    return robots[chosen]
 
 
 def _again(path: Path) -> dict[int, list[NDArray[Any]]]:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -13,7 +14,7 @@ from ppstream.core.errors import ConfigError
 from ppstream.launch import commands
 from ppstream.pipeline.stage_c import Emitter
 from ppstream.recording.action_file import ActionFile
-from ppstream.recording.items import Emitted
+from ppstream.recording.items import Emitted, RowWindow
 from ppstream.recording.mcap_writer import RecordFile
 from ppstream.recording.repeated_actions import compare_actions
 from ppstream.wire.robot_messages import ActionChunk
@@ -27,11 +28,19 @@ def chunk(number: int, first: float = 0.25) -> ActionChunk:
     return make_chunk(number, actions=memoryview(values.tobytes()), window_end_ns=number * 1000)
 
 
+def window(robot: str, of: ActionChunk) -> RowWindow:
+    episode = of.session, of.session_epoch
+    return RowWindow(
+        robot, 1, of.epoch, of.seq, "ready", episode, of.window_end_ns, of.expires_ns, {}
+    )
+
+
 def recorded(folder: Path, *robots: str) -> Path:
     file = RecordFile(folder / "run.mcap", make_config(), "run")
     for robot in robots:
         sent = [Emitted(robot, number, chunk(number), "") for number in range(1, CHUNKS + 1)]
-        file.write([*sent, Emitted(robot, 9, chunk(9), "expired")])
+        windows = [window(robot, one.chunk) for one in sent]
+        file.write([*windows, *sent, Emitted(robot, 9, chunk(9), "expired")])
     file.close()
     return folder / "run.mcap"
 
@@ -58,6 +67,24 @@ def test_chunks_that_came_again_bit_for_bit_are_counted_and_so_are_others(tmp_pa
     assert said.endswith("bit for bit, 1 differ by up to 2.98e-08, 1 are not in the replay")
     assert "batch.rows" in differ
     assert "--nproc 1" in missing
+
+
+def test_a_window_that_had_no_chunk_is_not_taken_for_another_that_ends_at_its_stamp(
+    tmp_path: Path,
+) -> None:
+    """A simulator's clock begins anew with each episode, and its reset drops what is in flight."""
+    cut = [chunk(number, number / 8) for number in range(6)]
+    cut = [msgspec.structs.replace(one, window_end_ns=one.seq % 3 * 1000) for one in cut]
+    file = RecordFile(tmp_path / "run.mcap", make_config(), "run")
+    sent = [
+        Emitted("arm", 9, one, "expired" if one.seq == 1 else "") for one in cut if one.seq != 2
+    ]
+    file.write([*sent, *(window("arm", one) for one in cut)])  # a GPU tells of windows later
+    file.close()
+    found = compare_actions(tmp_path / "run.mcap", replayed(tmp_path, *cut))
+    assert found.text == "4 of 4 chunks of arm are equal bit for bit"
+    found = compare_actions(tmp_path / "run.mcap", replayed(tmp_path, *cut[:4]))
+    assert (found.equal, found.missing, found.largest) == (2, 2, 0)
 
 
 def test_the_command_says_it_and_its_code_tells_programs(
