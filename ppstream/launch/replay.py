@@ -19,6 +19,7 @@ from ppstream.config.load import add_arguments, load
 from ppstream.config.schema import PipelineConfig
 from ppstream.core.clock import NS_PER_MS, NS_PER_S, now_ns
 from ppstream.core.errors import ConfigError, PeerLostError, PpstreamError
+from ppstream.ingest.sample_ledger import CLOCK_JUMP
 from ppstream.recording.load import FORMS, load_recording
 from ppstream.recording.recording import Piece, RecordedMessage, Recording
 from ppstream.recording.repeated_actions import compare_actions
@@ -72,22 +73,26 @@ def play(
 ) -> None:
     """Push every sample when it is due, those of a stream within ``batch_ns`` together.
 
-    Between two pieces the robot begins a new episode. ``insist``: offer samples that nobody can
-    take now again, so that nothing runs ahead of the server. Otherwise they are lost and counted,
-    as a robot's are.
+    Between two pieces the robot begins a new episode, unless only its clock jumped. ``insist``:
+    offer samples that nobody can take now again, so that nothing runs ahead of the server.
+    Otherwise they are lost and counted, as a robot's are.
 
     Raises:
         PeerLostError: insisting did not help.
     """
     clock.start()
-    for number, piece in enumerate(pieces):
+    for piece in pieces:
         clock.begin(piece)
-        if number:
+        if piece is not pieces[0] and _is_episode(piece):
             client.reset()
         for message in piece.recording.messages(batch_ns):
             clock.wait_until(message.due_ns)
             if not client.push(message.stream, message.stamps_ns, message.values) and insist:
                 _insist(client, message)
+
+
+def _is_episode(piece: Piece) -> bool:
+    return not piece.reasons <= {CLOCK_JUMP}  # which rank 0 notices again by itself
 
 
 def _insist(client: RobotClient, message: RecordedMessage) -> None:
@@ -105,7 +110,7 @@ def replay(arguments: argparse.Namespace, config: PipelineConfig) -> str:
     pieces = recording.between_resets(SAME_CLOCK_NS)
     clock, is_over = ReplayClock(recording.first_ns, arguments.speed), threading.Event()
     last_ns = max(pieces[-1].recording.tracks[config.reference.name].stamps_ns, default=0)
-    last_epoch = len(pieces) - 1
+    last_epoch = sum(map(_is_episode, pieces[1:]))
 
     def take(chunk: ActionChunk) -> None:
         client.executed(chunk, clock())

@@ -209,6 +209,7 @@ class Piece(NamedTuple):
 
     recording: Recording
     begin_ns: int  # when its first sample is due in the whole recording
+    reasons: frozenset[str]  # for which the history before it was emptied
 
 
 class Unrepeatable(NamedTuple):
@@ -273,9 +274,10 @@ class Recording:
         A robot's clock may have begun anew there, as a simulator's does with each episode. A piece
         whose clock differs by at most ``same_clock_ns`` goes on with the whole recording's.
         """
-        begun, pieces = dict.fromkeys(self.tracks, 0), []
-        counts = [dict(step.samples) for step in self.steps if step.end_ns is None]
-        for count in [*counts, {name: len(t.stamps_ns) for name, t in self.tracks.items()}]:
+        begun, pieces, reasons = dict.fromkeys(self.tracks, 0), [], frozenset[str]()
+        end = RecordedStep(None, "", {name: len(t.stamps_ns) for name, t in self.tracks.items()})
+        for step in [*(step for step in self.steps if step.end_ns is None), end]:
+            count = step.samples
             stop = {name: max(at, count.get(name, 0)) for name, at in begun.items()}
             if stop != begun:
                 tracks = {
@@ -283,8 +285,9 @@ class Recording:
                 }
                 begin_ns = min(int(t.due_ns[0]) for t in tracks.values() if len(t.stamps_ns))
                 on_clock = arrivals_on_stamps_clock(tracks, same_clock_ns)
-                pieces.append(Piece(Recording(on_clock, robot=self.robot), begin_ns))
-            begun = stop
+                pieces.append(Piece(Recording(on_clock, robot=self.robot), begin_ns, reasons))
+                reasons = frozenset()
+            begun, reasons = stop, reasons | {step.reason}
         return pieces
 
     def select(self, streams: Sequence[StreamConfig]) -> Recording:

@@ -342,6 +342,32 @@ def test_each_recorded_episode_is_one_again(
         assert 0 < float(done.stdout.split(" max ")[1].split(" ms")[0]) < 1000
 
 
+@pytest.mark.parametrize("options", [(), ("--speed", "max")])
+def test_a_clock_that_jumped_in_an_episode_jumps_in_it_again(
+    options: tuple[str, ...], settings: PipelineConfig, tmp_path: Path
+) -> None:
+    """A policy with state keeps its history, as it did in service."""
+    pytest.importorskip("mcap")
+    file = tmp_path / "run.mcap"
+    settings = msgspec.structs.replace(settings, record=RecordConfig(file=str(file)))
+    recorder = open_recorder(settings, "run")
+    assert recorder is not None
+    for number in range(300):
+        stamps = at_ms(5e8 + 4 * number - (4e8 if number >= 100 else 0))
+        recorder.samples("arm", "fast", stamps, ramp(stamps, 3), (1000 + 4 * number) * MS)
+        slow = ramp(stamps, 1).astype(np.float64)
+        recorder.samples("arm", "slow", stamps, slow, (1000 + 4 * number) * MS)
+        if number == 124:  # 50 samples after it: so long nobody can tell
+            recorder.cleared("arm", "clock_jump")
+    recorder.close()
+    with serving(settings) as server:
+        done = run_tool(settings, tmp_path, file, *options)
+    assert done.returncode == 0, done.stderr
+    assert "600 recorded, 600 sent" in done.stdout
+    assert {epoch for epoch, _ in server.windows} == {0}
+    assert server.windows[-1][1] == at_ms(1e8 + 4 * 299)[0]
+
+
 @pytest.mark.parametrize("form", ["raw", "jpeg"])
 def test_frames_of_a_recorded_run_are_streamed_too(form: str, tmp_path: Path) -> None:
     pytest.importorskip("mcap")
