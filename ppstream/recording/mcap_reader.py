@@ -199,22 +199,28 @@ def _of_ours(
     path: Path, records: Iterator[EncodedMessage | McapMetadata], robot: str | None, part: int
 ) -> Recording:
     robots: dict[str, _Robot] = {}
+    sampled: dict[str, None] = {}  # names, in order: who only came is none of them
     for found in records:
         parts = parse_topic(found.topic) if isinstance(found, EncodedMessage) else None
-        if isinstance(found, EncodedMessage) and parts is not None and parts[1] in READ:
-            one = robots.setdefault(parts[0], _Robot(parts[0], part))
-            if parts[1] == CAMERAS:
-                one.add_frame(parts[2], path, found)
-            else:
-                one.add(parts[2], DECODERS[parts[1]].decode(found.data))
-    robots = {name: one for name, one in robots.items() if one.streams}  # not who only came
-    names = ", ".join(sorted(robots)) or "nobody"
-    if robot is None and len(robots) > 1:
+        if not isinstance(found, EncodedMessage) or parts is None or parts[1] not in READ:
+            continue
+        name, kind, stream = parts
+        if kind in (CAMERAS, SAMPLES):
+            sampled.setdefault(name)
+        if name != (next(iter(sampled), name) if robot is None else robot):
+            continue  # a run of many robots may be larger than the memory
+        one = robots.setdefault(name, _Robot(name, part))
+        if kind == CAMERAS:
+            one.add_frame(stream, path, found)
+        else:
+            one.add(stream, DECODERS[kind].decode(found.data))
+    names = ", ".join(sorted(sampled)) or "nobody"
+    if robot is None and len(sampled) > 1:
         raise ConfigError([f"record.robot: missing, want one of {names} in {path}"])
-    chosen = robots.get(robot) if robot is not None else next(iter(robots.values()), None)
-    if chosen is None:
-        raise ConfigError([f"{path}: has no samples of {robot or 'a robot'}; recorded: {names}"])
-    return chosen.recording()
+    chosen = next(iter(sampled), None) if robot is None else robot
+    if chosen not in sampled:
+        raise ConfigError([f"{path}: has no samples of {chosen or 'a robot'}; recorded: {names}"])
+    return robots[chosen].recording()
 
 
 class _Stream:

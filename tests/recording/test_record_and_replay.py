@@ -7,8 +7,9 @@ import subprocess
 import sys
 import threading
 import time
+import tracemalloc
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -289,6 +290,28 @@ def test_a_recording_of_two_robots_asks_whose_samples_are_meant(
         load_recording(tmp_path / "run.mcap")
     track = load_recording(tmp_path / "run.mcap", robot=names[1]).tracks["imu"]
     assert track.values.tolist() == [[1, 1]]
+
+
+@pytest.mark.parametrize("robot", [None, "arm0"])
+def test_robots_that_are_not_asked_for_take_no_memory(robot: str | None, tmp_path: Path) -> None:
+    """A run of many may be larger than the memory."""
+    samples = 20_000
+    stamps = np.arange(samples, dtype=np.int64)
+    item = SamplesItem("", "imu", 0, samples, stamps.tobytes(), bytes(samples * 2 * 8), MS)
+    file = RecordFile(tmp_path / "run.mcap", make_config(), "run")
+    for number in range(12):
+        file.write([item._replace(robot=f"arm{number}")])
+    file.close()
+    with pytest.raises(ConfigError):
+        load_recording(tmp_path / "run.mcap", robot="nobody")  # what is imported and made once
+    tracemalloc.start()
+    try:
+        with suppress(ConfigError):
+            load_recording(tmp_path / "run.mcap", robot=robot)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 10 * samples * (2 * 8 + 2 * 8)  # twelve robots' stamps, arrivals and values
 
 
 def test_no_recording_is_overwritten(tmp_path: Path) -> None:
