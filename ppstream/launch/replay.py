@@ -19,9 +19,8 @@ from ppstream.config.load import add_arguments, load
 from ppstream.config.schema import PipelineConfig
 from ppstream.core.clock import NS_PER_MS, NS_PER_S, now_ns
 from ppstream.core.errors import ConfigError, PeerLostError, PpstreamError
-from ppstream.ingest.sample_ledger import CLOCK_JUMP
 from ppstream.recording.load import FORMS, load_recording
-from ppstream.recording.recording import Piece, RecordedMessage, Recording
+from ppstream.recording.recording import CLOCK_JUMP, Piece, RecordedMessage, Recording
 from ppstream.recording.repeated_actions import compare_actions
 from ppstream.robot.client import RobotClient
 from ppstream.wire.robot_messages import ActionChunk

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, overload
 import numpy as np
 
 from ppstream.config.schema import CHANNELS
+from ppstream.core.clock import NS_PER_S
 from ppstream.core.errors import ConfigError
 from ppstream.core.user_code import message_of
 
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from ppstream.config.schema import StreamConfig
 
 DAMAGE_CHARS: Final = 300
+CLOCK_JUMP: Final = "clock_jump"  # of a step: as the ledger of samples names it
+AHEAD_NS: Final = NS_PER_S  # by more a clock jumped
 UNTOLD: Final = -1  # count of a stream that a step does not name
 NUMPY: Final = ".npz or .npy"
 KINDS: Final = {
@@ -146,6 +149,21 @@ def arrivals_on_stamps_clock(
         else track._replace(arrivals_ns=track.arrivals_ns - offset_ns)
         for name, track in tracks.items()
     }
+
+
+def _before_jump(tracks: Mapping[str, Track]) -> dict[str, int]:
+    """Samples by stream before the clock jumped ahead: rank 0 sees that some samples later."""
+    leads = {
+        name: track.stamps_ns - track.arrivals_ns
+        for name, track in tracks.items()
+        if track.arrivals_ns is not None and len(track.stamps_ns)
+    }
+    bound_ns = max((int(lead.max()) for lead in leads.values()), default=0) - AHEAD_NS
+    counts = {name: len(track.stamps_ns) for name, track in tracks.items()}
+    old = {name: np.flatnonzero(lead <= bound_ns) for name, lead in leads.items()}
+    if any(map(len, old.values())):
+        counts |= {name: int(found[-1]) + 1 if len(found) else 0 for name, found in old.items()}
+    return counts
 
 
 class RecordedStep(NamedTuple):
@@ -280,15 +298,19 @@ class Recording:
             count = step.samples
             stop = {name: max(at, count.get(name, 0)) for name, at in begun.items()}
             if stop != begun:
-                tracks = {
-                    name: track.part(begun[name], stop[name]) for name, track in self.tracks.items()
-                }
+                tracks = self._part(begun, stop)
+                if step.reason == CLOCK_JUMP:
+                    stop = {n: begun[n] + held for n, held in _before_jump(tracks).items()}
+                    tracks = self._part(begun, stop)
                 begin_ns = min(int(t.due_ns[0]) for t in tracks.values() if len(t.stamps_ns))
                 on_clock = arrivals_on_stamps_clock(tracks, same_clock_ns)
                 pieces.append(Piece(Recording(on_clock, robot=self.robot), begin_ns, reasons))
                 reasons = frozenset()
             begun, reasons = stop, reasons | {step.reason}
         return pieces
+
+    def _part(self, begin: Mapping[str, int], end: Mapping[str, int]) -> dict[str, Track]:
+        return {name: track.part(begin[name], end[name]) for name, track in self.tracks.items()}
 
     def select(self, streams: Sequence[StreamConfig]) -> Recording:
         """The declared streams, in their order and dtype.
