@@ -161,6 +161,7 @@ def test_every_sample_arrives_with_its_recorded_stamp(
         done = run_tool(settings, recorded.parent, recorded, *options)
     assert done.returncode == 0, done.stderr
     assert "412 recorded, 412 sent" in done.stdout
+    assert done.stderr.startswith(f"replay: reads {recorded}\n")
     took_s = float(done.stdout.split(" in ")[1].split(" s")[0])
     assert shortest_s <= took_s <= longest_s
     fast, slow = server.case.rows[0].rings.values()
