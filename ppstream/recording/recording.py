@@ -152,16 +152,23 @@ def arrivals_on_stamps_clock(
 
 
 def _before_jump(tracks: Mapping[str, Track]) -> dict[str, int]:
-    """Samples by stream before the clock jumped ahead: rank 0 sees that some samples later."""
-    leads = {
-        name: track.stamps_ns - track.arrivals_ns
+    """Samples by stream before the clock jumped ahead: rank 0 sees that some samples later.
+
+    All of them where it jumped back: the quickest ones are the old clock's then.
+    """
+    came_ns = {
+        name: track.arrivals_ns
         for name, track in tracks.items()
         if track.arrivals_ns is not None and len(track.stamps_ns)
     }
-    bound_ns = max((int(lead.max()) for lead in leads.values()), default=0) - AHEAD_NS
     counts = {name: len(track.stamps_ns) for name, track in tracks.items()}
+    if not came_ns:
+        return counts
+    leads = {name: tracks[name].stamps_ns - came for name, came in came_ns.items()}
+    bound_ns = max(int(lead.max()) for lead in leads.values()) - AHEAD_NS
+    newest = max(came_ns, key=lambda name: int(came_ns[name][-1]))
     old = {name: np.flatnonzero(lead <= bound_ns) for name, lead in leads.items()}
-    if any(map(len, old.values())):
+    if leads[newest][-1] > bound_ns and any(map(len, old.values())):
         counts |= {name: int(found[-1]) + 1 if len(found) else 0 for name, found in old.items()}
     return counts
 
