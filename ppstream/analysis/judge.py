@@ -26,7 +26,7 @@ from ppstream.analysis.lease import (
     lease_of_service,
     steps_of,
 )
-from ppstream.analysis.memory_use import memory_use
+from ppstream.analysis.memory_use import memory_use, shared_gpus
 from ppstream.analysis.period_model import (
     deeper,
     limiting_term,
@@ -413,14 +413,15 @@ def _service_reasons(run: RunLog, ready: list[Envelope], lease: LeaseNeed | None
     )
     was, now = usual_stages_ns(before), usual_stages_ns(served)
     if min(len(before), len(served)) >= COMPARED_MIN:
-        slower = [
-            f"{stage} took {ns / was[stage]:.1f} x bring-up's {in_ms(was[stage])} ms "
+        slower = {
+            stage: f"{stage} took {ns / was[stage]:.1f} x bring-up's {in_ms(was[stage])} ms "
             f"({in_ms(ns)} ms)"
             for stage, ns in now.items()
             if was.get(stage, 0) > 0 and ns > SLOWER * was[stage] and ns - was[stage] > SLOWER_NS
-        ]
+        }
         if slower:
-            found["SERVICE_SLOWER"] = ", ".join(slower)
+            texts = [*slower.values(), *shared_gpus(run, slower)]
+            found["SERVICE_SLOWER"] = ", ".join(texts)
     began = min((e.tA0 for e in ready if e.tA0 is not None), default=None)
     ended = max((e.tEmit for e in ready if e.tEmit is not None), default=None)
     lasted_ns = ended - began if began is not None and ended is not None else 0

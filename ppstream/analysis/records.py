@@ -319,6 +319,8 @@ class GpuMemory:
     segments: int | None = None  # asked of CUDA: each one may stall the device
     alloc_retries: int | None = None  # caches emptied because memory ran short
     ooms: int | None = None  # allocations refused
+    others_bytes: int | None = None  # of processes outside the run, as NVML lists them
+    found_bytes: int | None = None  # in use on the device before this rank used it
 
 
 @dataclass(frozen=True, slots=True)

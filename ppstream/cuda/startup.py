@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import torch
 
 from ppstream.core.errors import ConfigError
+from ppstream.cuda import nvml
 from ppstream.cuda.streams import stream
 
 if TYPE_CHECKING:
@@ -27,11 +28,11 @@ CONNECTIONS: Final = "CUDA_DEVICE_MAX_CONNECTIONS"
 CONNECTIONS_MIN: Final = 32
 
 VISIBLE: Final = "CUDA_VISIBLE_DEVICES"
-NVML: Final = "libnvidia-ml.so.1"  # a part of the driver
 RELEASE_BYTES: Final = 80  # as NVML wants at least
 
 _cuda: Final[Any] = torch.cuda  # torch does not annotate its methods
 _started: Final[list[torch.device]] = []  # one process, one device; empty before
+_watched: Final[list[nvml.GpuWatch | None]] = []
 
 
 class DeviceFacts(NamedTuple):
@@ -76,6 +77,7 @@ def start(device: torch.device) -> None:
     index, count = device.index or 0, torch.cuda.device_count()
     if index >= count:
         raise ConfigError([f"placement: got {device}, but there are {count} CUDA devices here"])
+    _watched[:] = [nvml.watch(index)]  # before there is a context of ours
     torch.cuda.set_device(index)
     _cuda.init()
     torch.zeros(1, device=device)  # makes the context
@@ -86,6 +88,11 @@ def start(device: torch.device) -> None:
 def started() -> torch.device | None:
     """The device that ``start`` started CUDA on; None: CUDA is not in use by this process."""
     return _started[0] if _started else None
+
+
+def watched() -> nvml.GpuWatch | None:
+    """The view of other programs on that device; None: there is none."""
+    return _watched[0] if _watched else None
 
 
 def has_peer_access(device: str, other: str) -> bool:
@@ -173,7 +180,7 @@ def _driver_version() -> str:
 def _driver_release() -> str:
     """As ``nvidia-smi`` says it, and a comma; empty where the driver's library is missing."""
     try:
-        library = ctypes.CDLL(NVML)
+        library = ctypes.CDLL(nvml.LIBRARY)
     except OSError:
         return ""
     text = ctypes.create_string_buffer(RELEASE_BYTES)

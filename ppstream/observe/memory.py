@@ -16,14 +16,14 @@ from __future__ import annotations
 import resource
 import threading
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
 from ppstream.analysis.records import GpuMemory
-from ppstream.cuda.startup import started
+from ppstream.cuda.startup import started, watched
 
 if TYPE_CHECKING:
     from ppstream.observe.log_writer import TimestampLog
@@ -38,6 +38,7 @@ class Noted:
 
     allocator: Mapping[str, Any] | None = None
     room: tuple[int, int] | None = None  # free and total bytes
+    others_bytes: int | None = None
 
 
 noted: Final = Noted()
@@ -60,6 +61,8 @@ def note_room() -> None:
     if device is not None:
         torch.cuda.set_device(device)
         noted.room = torch.cuda.mem_get_info(device)
+        gpu = watched()
+        noted.others_bytes = None if gpu is None else gpu.others_bytes()
 
 
 def newest() -> tuple[torch.device, GpuMemory] | None:
@@ -67,7 +70,10 @@ def newest() -> tuple[torch.device, GpuMemory] | None:
     device = started()
     if device is None or noted.allocator is None or noted.room is None:
         return None
-    return device, memory(noted.allocator, *noted.room)
+    gpu = watched()
+    now = memory(noted.allocator, *noted.room)
+    found = None if gpu is None else gpu.found_bytes
+    return device, replace(now, others_bytes=noted.others_bytes, found_bytes=found)
 
 
 def memory(statistics: Mapping[str, Any], free: int, total: int) -> GpuMemory:

@@ -457,7 +457,9 @@ def _memory_lines(uses: Sequence[MemoryUse]) -> Iterator[Row]:
             }
             parts = [f"{gib(size)} {what}" for what, size in sizes.items()]
             parts.append(f"{use.gpu.segments_grown} segments while ready")
-            yield Row(f"GPU rank {use.rank}", [*parts, f"{use.gpu.alloc_retries} retries"])
+            parts.append(f"{use.gpu.alloc_retries} retries")
+            others = [f"other programs {use.gpu.others_text()}"] * use.gpu.is_shared
+            yield Row(f"GPU rank {use.rank}", [*parts, *others])
         if use.leaks:
             grown = f"grew by {gib(use.resident_grown_bytes)} while ready"
             yield Row(f"RAM rank {use.rank}", [f"{grown} to {gib(use.resident_max_bytes)}"])

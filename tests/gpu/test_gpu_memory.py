@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -75,3 +77,41 @@ def test_reading_does_not_wait_for_a_stream_that_waits() -> None:
     assert len(taken_s) == 20
     print(f"a reading beside a stream that waits: {1e6 * min(taken_s):.0f} us at best")
     assert max(taken_s) < READ_LIMIT_S
+
+
+HOLDER = """
+import torch
+held = torch.ones(1 << 30, dtype=torch.uint8, device="cuda:0")
+torch.cuda.synchronize()
+print("held", flush=True)
+input()
+"""
+BESIDE = """
+import json, pathlib, sys, torch
+from ppstream.cuda import startup
+from ppstream.observe import memory
+from ppstream.observe.log_writer import EnvelopeRecord, TimestampLog
+startup.start(torch.device("cuda:0"))
+memory.note_allocator()
+path = pathlib.Path(sys.argv[1])
+log = TimestampLog(path, EnvelopeRecord, 8, run_id="r", generation=0)
+memory.MemoryLines(log, 60.0).close()
+log.close()
+print(path.read_text().splitlines()[-1])
+"""
+
+
+def test_a_line_shows_what_another_process_holds(tmp_path: Path) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLDER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        command = [sys.executable, "-c", BESIDE, str(tmp_path / "log.jsonl")]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=90)
+        holder.communicate("\n", timeout=30)
+    line = json.loads(done.stdout)
+    print({k: line[k] for k in ("found_bytes", "others_bytes", "total_bytes", "free_bytes")})
+    assert line["found_bytes"] >= 1 << 30, done.stderr
+    if line["others_bytes"] is not None:  # in a container NVML may list no processes
+        assert line["others_bytes"] >= 1 << 30

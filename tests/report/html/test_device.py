@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from faulty_runs import served, stages
 from golden_gpus import memory_line, on_gpus
 from golden_runs import GoldenRun, ms, simulate
 from report_pages import complete, page
@@ -124,3 +125,33 @@ def test_terminal_shows_device_times_and_memory_of_gpus_only() -> None:
     plain = render(judge(simulate().parse()))
     assert "GPU rank" not in plain
     assert "device" not in plain
+
+
+@pytest.mark.parametrize(
+    ("ranks", "told"),
+    [
+        ({0: {}, 1: {"others_bytes": 3 << 30}}, "other programs held 3.00 GiB of rank 1's GPU"),
+        ({0: {}, 1: {"others_bytes": 100 << 20, "found_bytes": 3 << 30}}, ""),
+        ({0: {"others_bytes": 3 << 30}, 1: {}}, ""),  # the GPU of stages that were not slower
+        (
+            {0: {"found_bytes": 5 << 30}, 1: {"found_bytes": 3 << 30}},
+            "other programs held 3.00 GiB of rank 1's GPU when the run began",
+        ),
+        ({0: {"found_bytes": 0}, 1: {"found_bytes": 3 << 30}}, ""),  # rank 0's own
+        ({0: {}, 1: {"found_bytes": 3 << 30}}, ""),  # rank 0 may have held it
+        ({0: {}, 1: {}}, ""),
+    ],
+)
+def test_a_slower_service_names_other_programs_on_its_gpu(
+    ranks: dict[int, dict[str, int]], told: str
+) -> None:
+    golden = served(stages(b=65))
+    golden.manifest["topology"]["ranks"] = [{"rank": n, "device": "cuda:0"} for n in (0, 1)]
+    for rank, lines in enumerate((golden.extra, golden.policy_lines)):
+        lines += [memory_line(second) | ranks[rank] for second in range(30)]
+    report = judge(golden.parse())
+    (why,) = [text for text in report.statements if "service: B took" in text]
+    assert told in why
+    assert ("other programs" in why) == bool(told)
+    if told:
+        assert "other programs 3.00 GiB" in render(report)
