@@ -68,10 +68,11 @@ class GpuWatch:
 
     def others_bytes(self) -> int | None:
         """Memory that processes hold which are not of this run; None: it cannot be told."""
-        held = self._processes()
-        if not self._names_others or os.getpid() not in held:
+        held, run = self._processes(), _run_of("self")
+        if not (run and self._names_others and os.getpid() in held):
             return None
-        return sum(used for pid, used in held.items() if not _is_ours(pid))
+        others = [used for pid, used in held.items() if not _is_ours(pid, run)]
+        return None if NOT_KNOWN in others else sum(others)
 
     def _used(self) -> int | None:
         memory = _Memory(version=ctypes.sizeof(_Memory) | 2 << 24)
@@ -81,7 +82,7 @@ class GpuWatch:
         return None
 
     def _processes(self) -> dict[int, int]:
-        """Bytes by process; 0 where the driver does not tell them."""
+        """Bytes by process; NOT_KNOWN where the driver does not tell them."""
         found: dict[int, int] = {}
         for name in LISTS:
             listed, count = (_Process * PROCESSES_MAX)(), ctypes.c_uint(PROCESSES_MAX)
@@ -89,7 +90,7 @@ class GpuWatch:
                 if getattr(self._library, name)(self._handle, ctypes.byref(count), listed):
                     continue
                 for one in listed[: count.value]:
-                    found[one.pid] = max(found.get(one.pid, 0), one.used % NOT_KNOWN)
+                    found[one.pid] = max(found.get(one.pid, 0), one.used)
         return found
 
 
@@ -105,10 +106,9 @@ def watch(index: int) -> GpuWatch | None:
     return None
 
 
-def _is_ours(pid: int) -> bool:
+def _is_ours(pid: int, run: Mapping[str, str]) -> bool:
     """A rank of this run on this host, or what one of them started."""
-    own = _run_of("self")
-    if own and _run_of(str(pid)) == own:
+    if _run_of(str(pid)) == run:
         return True
     while pid not in (0, os.getpid()):
         pid = _parent(pid)

@@ -39,6 +39,7 @@ libc.setenv(b"LISTED", os.environ.get("AFTER", "").encode(), 1)
 print(watch.found_bytes, watch.others_bytes())
 """
 MIB = 1 << 20
+RUN = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +54,8 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def read(library: Path | None, **environment: str) -> list[str]:
     """What a rank reads: bytes found, and bytes of others."""
     place = {} if library is None else {"LD_LIBRARY_PATH": str(library)}
-    whole = {k: v for k, v in os.environ.items() if k != "LD_LIBRARY_PATH"} | place | environment
+    own = {k: v for k, v in os.environ.items() if k not in ("LD_LIBRARY_PATH", *RUN)}
+    whole = own | place | environment
     done = subprocess.run(
         [sys.executable, "-c", READ], env=whole, capture_output=True, text=True, timeout=60
     )
@@ -62,16 +64,16 @@ def read(library: Path | None, **environment: str) -> list[str]:
 
 
 def test_processes_outside_the_run_are_counted_and_its_ranks_are_not(library: Path) -> None:
-    run = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     ranks = [
-        subprocess.Popen(["sleep", "60"], env=os.environ | run | {"MASTER_PORT": port})
+        subprocess.Popen(["sleep", "60"], env=os.environ | RUN | {"MASTER_PORT": port})
         for port in ("1", "2")
     ]
     try:
         peer, other = (rank.pid for rank in ranks)
         listed = f"0:900 {peer}:500 {other}:1024"
-        assert read(library, AFTER=listed, **run) == [str(7 << 30), str(1024 * MIB)]
-        assert read(library, AFTER=f"0:900 {other}:-1", **run)[1] == "0"  # memory is not told
+        assert read(library, AFTER=listed, **RUN) == [str(7 << 30), str(1024 * MIB)]
+        assert read(library, AFTER=f"0:900 {other}:-1", **RUN)[1] == "None"  # memory is not told
+        assert read(library, AFTER=listed)[1] == "None"  # whether one is a rank
     finally:
         for rank in ranks:
             rank.kill()
@@ -79,8 +81,8 @@ def test_processes_outside_the_run_are_counted_and_its_ranks_are_not(library: Pa
 
 
 def test_numbers_of_another_namespace_are_no_claim(library: Path) -> None:
-    assert read(library, AFTER="99:1024")[1] == "None"
-    assert read(library, BEFORE="0:1", AFTER="0:1 99:1024")[1] == "None"
+    assert read(library, AFTER="99:1024", **RUN)[1] == "None"
+    assert read(library, BEFORE="0:1", AFTER="0:1 99:1024", **RUN)[1] == "None"
 
 
 def test_without_the_library_nothing_is_known() -> None:
