@@ -9,6 +9,7 @@ import pytest
 from stream_cases import MS, at_ms, ramp, stream
 
 from ppstream.core.errors import ConfigError
+from ppstream.ingest.sample_ledger import CLOCK_JUMP
 from ppstream.recording.load import load_recording
 from ppstream.recording.recording import (
     RecordedFrames,
@@ -163,7 +164,7 @@ def test_samples_of_a_clock_that_jumped_are_of_the_piece_behind_it(jump_ms: floa
     stamps = at_ms(*(1000 + came_ms + np.where(came_ms >= 500, jump_ms, 0)))
     track = Track(stamps, ramp(stamps, 1), at_ms(*(came_ms + 2)))
     tracks = arrivals_on_stamps_clock({"fast": track, "slow": track.part(0, 45)})
-    steps = [RecordedStep(None, "clock_jump", {"fast": 75, "slow": 45})]
+    steps = [RecordedStep(None, CLOCK_JUMP, {"fast": 75, "slow": 45})]
     first, second = Recording(tracks, steps).between_resets()
     held = 50 if jump_ms > 0 else 75
     for piece, begin, end in ((first, 0, held), (second, held, 100)):
@@ -172,4 +173,4 @@ def test_samples_of_a_clock_that_jumped_are_of_the_piece_behind_it(jump_ms: floa
         assert len(piece.recording.tracks["slow"].stamps_ns) == (45 if piece is first else 0)
     assert first.recording.tracks["fast"].due_ns[:50].tolist() == stamps[:50].tolist()
     assert second.begin_ns - first.begin_ns == held * 10 * MS
-    assert (first.reasons, second.reasons) == (set(), {"clock_jump"})
+    assert (first.reasons, second.reasons) == (set(), {CLOCK_JUMP})
