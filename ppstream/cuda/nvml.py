@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 from uuid import UUID
 
+from ppstream.control.peer_process import descendants
 from ppstream.core.errors import ConfigError
 from ppstream.cuda.driver import driver
 
@@ -107,19 +108,8 @@ def watch(index: int) -> GpuWatch | None:
 
 
 def _is_ours(pid: int, run: Mapping[str, str]) -> bool:
-    """A rank of this run on this host, or what one of them started."""
-    if _run_of(str(pid)) == run:
-        return True
-    while pid not in (0, os.getpid()):
-        pid = _parent(pid)
-    return pid != 0
-
-
-def _parent(pid: int) -> int:
-    """Returns 0 where it has none, or is gone."""
-    with suppress(OSError):
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-    return 0
+    """A rank of this run on this host, or what this one has started."""
+    return _run_of(str(pid)) == run or pid in (os.getpid(), *descendants(os.getpid()))
 
 
 def _run_of(pid: str) -> Mapping[str, str]:

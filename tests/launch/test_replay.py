@@ -301,6 +301,11 @@ def test_a_recorded_run_is_streamed_as_it_had_come(
     assert slow.values[0, :10].tolist() == ramp(stamps, 1).tolist()
 
 
+def record_both(recorder: Any, stamps: Any, came_ns: int) -> None:
+    recorder.samples("arm", "fast", stamps, ramp(stamps, 3), came_ns)
+    recorder.samples("arm", "slow", stamps, ramp(stamps, 1).astype(np.float64), came_ns)
+
+
 @pytest.mark.parametrize(
     "begins_ms",
     [(5e8, 5e8 + 700, 5e8 + 1400), (5e8, 3e8, 4e8)],
@@ -325,8 +330,7 @@ def test_each_recorded_episode_is_one_again(
     for episode, begin_ms in enumerate(begins_ms):
         for number in range(100):
             stamps, came_ns = at_ms(begin_ms + 4 * number), (1000 + 700 * episode + 4 * number) * MS
-            recorder.samples("arm", "fast", stamps, ramp(stamps, 3), came_ns)
-            recorder.samples("arm", "slow", stamps, ramp(stamps, 1).astype(np.float64), came_ns)
+            record_both(recorder, stamps, came_ns)
         if episode < 2:
             recorder.cleared("arm", "new_episode")
     recorder.close()
@@ -355,9 +359,7 @@ def test_a_clock_that_jumped_in_an_episode_jumps_in_it_again(
     assert recorder is not None
     for number in range(300):
         stamps = at_ms(5e8 + 4 * number - (4e8 if number >= 100 else 0))
-        recorder.samples("arm", "fast", stamps, ramp(stamps, 3), (1000 + 4 * number) * MS)
-        slow = ramp(stamps, 1).astype(np.float64)
-        recorder.samples("arm", "slow", stamps, slow, (1000 + 4 * number) * MS)
+        record_both(recorder, stamps, (1000 + 4 * number) * MS)
         if number == 124:  # 50 samples after it: so long nobody can tell
             recorder.cleared("arm", "clock_jump")
     recorder.close()
